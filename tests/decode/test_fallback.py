@@ -19,6 +19,7 @@ from jaxspec.decode.state import DecodeState
 from jaxspec.drafts.drafter import Proposal
 from jaxspec.drafts.ngram import NgramConfig
 from jaxspec.drafts.suffix import SuffixConfig
+from tests.decode.test_block_drafts import plain_text as plain_block_text
 from tests.decode.test_families_distribution import (
     VOCAB,
     flattened,
@@ -32,7 +33,9 @@ from tests.support.families import family_model
 from tests.support.slow import slow, slow_unless
 from tests.support.statistics import chi_square, within_limit
 from tests.support.tiny import (
+    BLOCK_METHODS,
     Model,
+    agreeing_block_model,
     agreeing_model,
     block_tables,
     random_prompts,
@@ -158,14 +161,25 @@ CASES = [
     for k in range(1, 17)
     for lookup in ("ngram", "suffix")
 ]
-USUAL = [("eagle", 5, "ngram"), ("eagle3", 3, "suffix"), ("eagle", 7, "suffix")]
+CASES += [(method, k, "ngram") for method in BLOCK_METHODS for k in (1, 2, 4, 16)]
+USUAL = [
+    ("eagle", 5, "ngram"),
+    ("eagle3", 3, "suffix"),
+    ("eagle", 7, "suffix"),
+    ("dspark", 4, "ngram"),
+]
 
 
 @pytest.mark.parametrize(("method", "k", "lookup"), slow_unless(USUAL, CASES))
 def test_greedy_text_equals_plain_text(method: str, k: int, lookup: str) -> None:
     """Unequal prompts and ends; the head drafts in some rounds and the text in others. The text
     that is looked up holds all tokens but the last."""
-    model, plain = model_and_plain_text("agreeing", method)
+    if method in BLOCK_METHODS:
+        model, plain = agreeing_block_model(method), plain_block_text("agreeing", method)
+        lengths = (24, 33, 21, 2)
+    else:
+        model, plain = model_and_plain_text("agreeing", method)
+        lengths = MAX_TOKENS
     rule = ("probabilistic", "block", "strict")[k % 3]
     cfg = model.round_config(k, block_size=(4, 1, 16)[k % 3], rule=rule)
     cfg = with_fallback(cfg, model.target.vocab_size, lookup)
@@ -178,7 +192,7 @@ def test_greedy_text_equals_plain_text(method: str, k: int, lookup: str) -> None
         sampling_state([0] * 4),
         tables,
         num_blocks,
-        max_tokens=MAX_TOKENS,
+        max_tokens=lengths,
         chunk=4,
     )
     state = breaking_even_at(state, 840)
@@ -191,7 +205,7 @@ def test_greedy_text_equals_plain_text(method: str, k: int, lookup: str) -> None
         assert result.is_lookup is not None
         accepts = num_sampled > 1
         sources |= set(np.asarray(result.is_lookup)[accepts].tolist())
-    assert [t[:n] for t, n in zip(texts, MAX_TOKENS, strict=True)] == plain
+    assert [t[:n] for t, n in zip(texts, lengths, strict=True)] == plain
     assert sources == {False, True}, "drafts of both are accepted"
     (table,) = cfg.fallback_tables(tables)
     assert state.text is not None
