@@ -22,7 +22,7 @@ from tests.parity.block_heads import (
 )
 from tests.parity.oracles import LLAMA3_ROPE, TOLERANCE, edit_config, edit_tensors
 from tests.parity.ours import TARGET, PagedBlocks, load, shared_weights
-from tests.support.slow import slow_unless
+from tests.support.slow import slow, slow_unless
 
 pytestmark = pytest.mark.oracle("speculators")
 
@@ -97,6 +97,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "dspark",
         dict(markov_rank=0, enable_confidence_head=False, confidence_head_with_markov=False),
     ),
+    "dspark_confidence_alone": ("dspark", dict(confidence_head_with_markov=False)),
     "dspark_window_and_vocab": ("dspark", dict(layer=SLIDING, draft_vocab=48)),
 }
 
@@ -124,7 +125,14 @@ def test_every_draft_equals_speculators(case: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("case", "lengths"), [("dspark_window_and_vocab", (LONG, LONG - 511)), ("dflash", (LONG, 17))]
+    ("case", "lengths"),
+    [
+        ("dspark_window_and_vocab", (LONG, LONG - 511)),
+        ("dflash", (LONG, 17)),
+        slow("dspark_rnn", (LONG, 17)),
+        slow("dspark_gated", (17, LONG)),
+        slow("dflash_window_non_causal", (LONG - 3, LONG)),
+    ],
 )
 def test_contexts_of_thousands_of_tokens(
     case: str, lengths: tuple[int, int], tmp_path: Path
@@ -161,37 +169,74 @@ def test_zlab_windows_end_at_each_row(tmp_path: Path) -> None:
     assert_every_draft_equals(oracle, cfg, params)
 
 
-def test_deepspec_heads_have_an_embedding_and_a_head_of_their_own(tmp_path: Path) -> None:
-    oracle = block_head("dspark", K=K)
-    cfg, params = load(save_deepspec(oracle, tmp_path / "head"), None, num_speculative_tokens=K)
+@pytest.mark.parametrize(
+    "switches",
+    [
+        {},
+        slow(dict(markov_head_type="gated", layer=SLIDING)),
+        slow(dict(markov_head_type="rnn")),
+        slow(dict(sample_from_anchor=False, confidence_head_with_markov=False)),
+    ],
+)
+def test_deepspec_heads_have_an_embedding_and_a_head_of_their_own(
+    switches: dict[str, Any], tmp_path: Path
+) -> None:
+    """Windows of flat layouts end at each row."""
+    oracle = block_head("dspark", K=K, **switches)
+    if "layer" in switches:
+        use_zlab_windows(oracle)
+    from_anchor = oracle.module.config.sample_from_anchor
+    folder = save_deepspec(oracle, tmp_path / "head", sample_from_anchor=from_anchor)
+    cfg, params = load(folder, None, num_speculative_tokens=K)
     assert cfg.method == "dspark" and cfg.own_embedding and cfg.own_lm_head
     assert_every_draft_equals(oracle, cfg, params)
 
 
-def test_confidence_equals_speculators_and_ends_a_requests_drafts(tmp_path: Path) -> None:
-    """The drafts of a block end before the first whose chance, together with those before it, is
-    below the threshold."""
-    oracle = made("dspark")
+@pytest.mark.parametrize(
+    "case",
+    slow_unless(
+        ["dspark", "dspark_confidence_alone"],
+        [
+            "dspark",
+            "dspark_confidence_alone",
+            "dspark_gated",
+            "dspark_rnn",
+            "dspark_after_anchor",
+            "dspark_window_and_vocab",
+        ],
+    ),
+)
+def test_confidence_equals_speculators_and_ends_a_requests_drafts(
+    case: str, tmp_path: Path
+) -> None:
+    """In every round, the drafts of a block end before the first whose chance, together with those
+    before it, is below the threshold."""
+    oracle = made(case)
     folder = save_speculators(oracle, tmp_path)
     threshold = 0.2
-    cfg, params = load(folder, None, num_speculative_tokens=K, draft_confidence_threshold=threshold)
-    features, tokens = text([n + 1 for n in LENGTHS], hidden_width(cfg, TARGET))
-    all_drafts = load(folder, None, num_speculative_tokens=K)
-    counts = []
+    features, tokens = text([n + 12 for n in LENGTHS], len(oracle.module.fc.weight[0]))
     found = []
-    for config, weights in (all_drafts, (cfg, params)):
-        ours = PagedBlocks(config, weights, features, tokens, K)
+    for chance in (None, threshold):
+        own = load(folder, None, num_speculative_tokens=K, draft_confidence_threshold=chance)
+        ours = PagedBlocks(*own, features, tokens, K)
         ours.prefill(LENGTHS)
-        found.append(ours.propose()[0])
-    whole, ended = found
-    for i, (h, t, n) in enumerate(zip(features, tokens, LENGTHS, strict=True)):
-        _, chances = oracle.logits(h, t, [n], whole[i : i + 1])
+        anchors, drafted = [], []
+        for num_sampled in ROUNDS:
+            anchors.append(ours.lens.copy())
+            drafted.append(ours.propose()[0])
+            ours.accept(num_sampled)
+        found.append(np.stack(drafted, axis=1))
+    counts = set()
+    for i, (whole, ended) in enumerate(zip(*found, strict=True)):
+        starts = [int(a[i]) for a in anchors]
+        _, chances = oracle.logits(features[i], tokens[i], starts, whole)
         assert chances is not None
-        kept = int((np.cumprod(chances[0]) >= threshold).sum())
-        expected = np.where(np.arange(K) < kept, whole[i], -1)
-        np.testing.assert_array_equal(ended[i], expected)
-        counts.append(kept)
-    assert len(set(counts)) > 1, counts  # some end, and not all at one place
+        for r, row in enumerate(chances):
+            kept = int((np.cumprod(row) >= threshold).sum())
+            expected = np.where(np.arange(K) < kept, whole[r], -1)
+            np.testing.assert_array_equal(ended[r], expected, err_msg=f"request {i}, round {r}")
+            counts.add(kept)
+    assert len(counts) > 1, counts  # some end, and not all at one place
 
 
 @pytest.mark.parametrize("K_of_request", [1, 3])
