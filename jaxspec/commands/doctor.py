@@ -69,6 +69,11 @@ def main(
         raise ConfigError(
             f"--prompt: expected at least {LEAST_PROMPTS} prompts to compare over, got {len(texts)}"
         )
+    if num_speculative_tokens >= max_tokens:
+        raise ConfigError(
+            f"--num-speculative-tokens: expected fewer than --max-tokens {max_tokens}, "
+            f"got {num_speculative_tokens}"
+        )
     keep_compiled_programs()
     if dtype == "float32":
         exact_float32()

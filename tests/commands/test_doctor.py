@@ -79,6 +79,10 @@ def test_a_gain_that_decoding_does_not_show_is_no_finding(
         (["--prompt", "alone"], "--prompt: expected at least 4 prompts"),
         (["--prompt", "", "--prompt", "b"], "--prompt 0"),
         (["--dtype", "int8"], "--dtype: expected one of auto"),
+        (
+            ["--num-speculative-tokens", "1" + "0" * 30],
+            "--num-speculative-tokens: expected fewer than --max-tokens 64, got 1000",
+        ),
     ],
 )
 def test_bad_input_is_one_sentence(

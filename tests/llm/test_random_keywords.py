@@ -7,7 +7,7 @@ from dataclasses import fields, replace
 from importlib import import_module
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -227,6 +227,9 @@ def test_a_hostile_value_beside_or_as_a_model(target: str) -> None:
     own = ["speculative_config", "revision", "tokenizer", "dtype", "mxfp4", "generation_config"]
     loaded = ["draft", "eos_token_ids", "config", "weights"]
     toy = (ToyTarget(V), counting_table())
+    for model in ((SamplingParams(), {}), (ToyTarget, {}), (ToyTarget(V), {"a": np.zeros(3)})):
+        with pytest.raises(ConfigError, match="^target: expected a .config, params. pair"):
+            LLM(cast(Any, model))
     for value in HOSTILE:
         for name in own + loaded:
             only_config_errors(lambda name=name, value=value: LLM(target, **{name: value}))
