@@ -675,7 +675,7 @@ class LLM:
         sampling_params: Sequence[SamplingParams] | None = None,
         progress: bool = False,
     ) -> int:
-        """Compile the programs of generate ahead of decoding; return their number.
+        """Compile the programs of generate ahead of decoding; return how many of them ran.
 
         batch_sizes: for each run, the most requests together (None: every bucket).
         lengths: prompt plus max_tokens (None: every page bucket up to max_model_len).
@@ -689,6 +689,7 @@ class LLM:
         together than those of any of these kinds, and than 32. Meanwhile the others go on.
 
         progress: shows a bar on standard error, or a line where that is no terminal.
+            Batches share prefills, so it may count fewer programs.
         """
 
         sizes = _counts("batch_sizes", batch_sizes)
@@ -745,9 +746,10 @@ class LLM:
     def _for_each_engine(self, compile_programs: Callable[[Engine], int], progress: bool) -> int:
         """Compile the programs of each replica; return the number of all."""
         self._refuse_unless_leading()
+        is_shown = shows_progress(progress, None)
 
         def compile_shown(engine: Engine) -> int:
-            with compile_progress(progress) as engine.runner.on_compiled:
+            with compile_progress(is_shown) as engine.runner.on_compiled:
                 try:
                     return compile_programs(engine)
                 finally:

@@ -271,7 +271,8 @@ def checks_arguments(function: Callable[P, T]) -> Callable[P, T]:
             name = function.__qualname__.removesuffix(".__init__")
             got = str(e).removeprefix("got ").replace("missing a required argument: ", "none for ")
             raise ConfigError(
-                f"{name}: expected the arguments of its signature, got {got}"
+                f"{name}: expected the arguments of its signature, got {got}; "
+                f"they are {', '.join(keywords_of(function))}"
             ) from None
         return function(*args, **kwargs)
 

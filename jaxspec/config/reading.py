@@ -165,7 +165,7 @@ def as_python(value: Any) -> Any:
 
     An array without axes has __iter__, but no items.
     """
-    if isinstance(value, memoryview):
+    if isinstance(value, memoryview):  # of bytes, which are no token ids
         return value
     try:
         return value.tolist() if hasattr(value, "tolist") else value
@@ -176,19 +176,21 @@ def as_python(value: Any) -> Any:
 def items_of(value: Any) -> list[Any] | None:
     """Return the items of a list, an array or another iterable; None for anything else.
 
-    A text, bytes and a mapping are no lists. Neither is what fails when its items are taken, or has
-    more than MOST_ITEMS of them, such as an endless iterator.
+    A text, bytes and a mapping are no lists, and neither is what has more than MOST_ITEMS items,
+    such as an endless iterator. ConfigError if taking the items fails.
     """
     value = as_python(value)
     no_lists = (str, bytes, bytearray, memoryview, Mapping)
     if isinstance(value, no_lists) or not isinstance(value, Iterable):
         return None
     try:
-        if isinstance(value, Sized) and len(value) > MOST_ITEMS:  # without making any
+        if isinstance(value, Sized) and len(value) > MOST_ITEMS:  # without taking any
             return None
         items = list(islice(value, MOST_ITEMS + 1))
-    except Exception:  # of the caller's own iterator
-        return None
+    except Exception as e:  # of the caller's own iterator
+        raise ConfigError(
+            f"expected a list, got {shown(value)}, whose items fail ({shown(e)})"
+        ) from e
     return items if len(items) <= MOST_ITEMS else None
 
 

@@ -59,7 +59,9 @@ def layer_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """
     if is_speculators(config):
         return read_object(config, "transformer_layer_config")
-    return {**config, **read_object(config, "model")}
+    if isinstance(config.get("model"), Mapping):  # others may have a name there
+        return with_nested(config, "model")
+    return config
 
 
 def with_nested(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:

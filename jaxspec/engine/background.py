@@ -67,7 +67,8 @@ def side_by_side(
 
     report: called with the number of finished jobs and of all, at the start and after each
 
-    A job that raises is logged only: the caller runs what it compiles next, which raises again.
+    A job that raises is logged, and no other begins. The caller runs what they compile next, one
+    after the other, and the first that fails again raises.
     """
     settings = _settings()
 
@@ -82,11 +83,14 @@ def side_by_side(
         report(0, len(jobs))
         futures = [pool.submit(run, job) for job in jobs]
         for finished, future in enumerate(as_completed(futures), 1):
-            if (error := future.exception()) is not None:
-                logger.info("a program did not compile beside others", exc_info=error)
+            if not future.cancelled() and (error := future.exception()) is not None:
+                logger.warning("a program did not compile beside others", exc_info=error)
+                for waiting in futures:
+                    waiting.cancel()
             report(finished, len(jobs))
     finally:
-        pool.shutdown(wait=False, cancel_futures=True)  # an interrupt waits for no program
+        # An interrupt waits for no program; the end of the process waits for those that run.
+        pool.shutdown(wait=False, cancel_futures=True)
 
 
 def _outcome(future: Future[T]) -> T | Exception:

@@ -39,12 +39,12 @@ def compile_progress(is_shown: bool) -> Iterator[Callable[[int, int], object]]:
 
     On a terminal a bar counts them. Elsewhere a line says how many there are, before the first.
     """
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
     if not is_shown:
         yield report_nothing
         return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
     console = Console(stderr=True)
     if not console.is_terminal:
         yield _line

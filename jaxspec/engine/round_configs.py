@@ -75,7 +75,9 @@ class RoundConfigs:
         self._speculative = speculative
         longest = speculative.draft_max_model_len if speculative else None
         if draft is not None and drafts.drafter(draft).one_hot:
-            longest = None  # a look-up reads the token after the cached ones too
+            # A look-up reads the token after the cached ones. Without a limit it is written there
+            # past the draft's context too, and another request's is not found instead.
+            longest = None
         self._plain = RoundConfig.for_models(
             target,
             draft,

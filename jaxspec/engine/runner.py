@@ -937,6 +937,11 @@ class ModelRunner:
         return count
 
     def _warm(self, variants: Sequence[Warmed], shapes: Shapes) -> int:
+        """Compile the variants' programs, then run each once on idle slots; return their number.
+
+        Where that is possible, threads compile them from shapes first. The runs compile the small
+        programs between them, and the first request finds everything launched once.
+        """
         self._follow_overrides()
         total = sum(
             len(self._shapes_of(each, batch, shapes))
@@ -953,7 +958,6 @@ class ModelRunner:
             for shape in self._shapes_of(each, batch, shapes):
                 self._run_idle(each, shape)
                 report(next(finished), total)
-        self.move([-1] * shapes.batches[0])  # and back to the smallest batch with these arrays
         self._forget_choices()
         return total
 
@@ -973,6 +977,8 @@ class ModelRunner:
                 self._admit([])
                 self.deactivate([0])
                 yield each, batch
+            if shapes.batches:
+                self.move([-1] * shapes.batches[0])  # and back, with these arrays
 
     def _shapes_of(
         self, each: Warmed, batch: int, shapes: Shapes

@@ -119,11 +119,13 @@ class Warmed:
 
     @property
     def rounds(self) -> Variant:
+        """of_rounds, where there is one."""
         assert self.of_rounds is not None
         return self.of_rounds
 
     @property
     def prefill(self) -> Variant:
+        """of_prefill, where there is one."""
         assert self.of_prefill is not None
         return self.of_prefill
 

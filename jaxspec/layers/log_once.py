@@ -10,5 +10,5 @@ logger = logging.getLogger(__name__)
 
 @cache
 def log_once(message: str) -> None:
-    """Log a message once, although every trace of a program takes the same decision."""
+    """Log a message once, or about once in threads, although every trace takes its decision."""
     logger.info("%s", message)

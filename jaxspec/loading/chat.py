@@ -77,6 +77,7 @@ class ChatOptions:
 
 
 PLAIN_CHAT = ChatOptions()
+RETURNS_OBJECTS = ("tool", "ipython")  # roles whose content may be an object
 
 
 def template_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -107,20 +108,22 @@ def template_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, A
 def _text(content: object, role: str) -> object:
     """Return a message's text: of None an empty one, of parts their texts on a line each.
 
-    A template gets an object that a tool returned as it is; Llama 3.1's writes JSON of it.
+    A template gets an object that a tool returned as it is; Llama 3.1's writes JSON of it, for the
+    role ipython too.
     ConfigError for any other value, which a template would print as Python does.
     """
     if content is None:
         return ""
-    if isinstance(content, str) or (role == "tool" and isinstance(content, Mapping)):
+    if isinstance(content, str) or (role in RETURNS_OBJECTS and isinstance(content, Mapping)):
         return content
-    if not isinstance(content, list | tuple):
+    parts = items_of(content)
+    if parts is None:
         raise ConfigError(
             f"chat: expected a text, or a list of parts of type 'text', as content, "
             f"got {shown(content)}"
         )
     texts = []
-    for part in content:
+    for part in parts:
         kind = part.get("type", "text") if isinstance(part, Mapping) else "text"
         text = part.get("text") if isinstance(part, Mapping) else part
         if not is_one_of(kind, ["text"]) or not isinstance(text, str):

@@ -207,7 +207,7 @@ def given_parts(
     for name, pair in (("target", target), ("draft", draft)):
         if not _is_loaded(pair, name) and (name == "target" or pair is not None):
             raise ConfigError(
-                f"{name}: expected a (config, params) pair "
+                f"{name}: expected a (config, params) pair whose params are jax arrays "
                 f"(LLM.from_pretrained takes a folder or hub id), got {shown(pair)}"
             )
     if (draft is None) != (speculative is None):

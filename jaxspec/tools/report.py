@@ -20,6 +20,7 @@ from jaxspec.config import ConfigError, SpeculativeConfig
 from jaxspec.engine.metrics import SpecDecodeMetrics, Timings
 from jaxspec.engine.outputs import CompletionOutput, RequestOutput
 from jaxspec.loading.pretrained import check_platform
+from jaxspec.loading.resolve import as_path
 from jaxspec.sampling.logprobs import Logprob
 from jaxspec.sampling.params import SamplingParams
 from jaxspec.tools.losslessness import Difference
@@ -154,14 +155,7 @@ class JsonFile:
     """
 
     def __init__(self, path: Path) -> None:
-        try:
-            self.path = path.expanduser().resolve()
-            self.path.exists()
-        except (OSError, RuntimeError) as e:  # too long a name, ~ of a user without a home
-            reason = (isinstance(e, OSError) and e.strerror) or e
-            raise ConfigError(
-                f"--output-json {path!s:.200}: expected a place to write a file, got {reason}"
-            ) from e
+        self.path = as_path(path, "--output-json", "a place to write a file").resolve()
         if self.path.exists() and not self.path.is_file():
             kind = "a folder" if path.is_dir() else "something else"
             raise ConfigError(f"--output-json {path}: expected a file, got {kind}")

@@ -3,6 +3,7 @@ never a traceback."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 
 from jaxspec import LLM, ConfigError, EngineConfig, SamplingParams, SpeculativeConfig, models
+from jaxspec.config.reading import items_of
 from jaxspec.drafts import eagle, eagle3
 from jaxspec.layers.params import init_random
 from tests.support.full_size import CONFIGS
@@ -214,6 +216,16 @@ def test_a_prompt_of_the_wrong_kind_is_refused(prompts: Any) -> None:
         )
 
 
+def test_an_error_of_the_callers_own_iterator_is_kept() -> None:
+    def prompts() -> Iterator[str]:
+        yield "text"
+        raise FileNotFoundError("prompts.txt")
+
+    with pytest.raises(ConfigError, match="whose items fail .FileNotFoundError") as error:
+        items_of(prompts())
+    assert isinstance(error.value.__cause__, FileNotFoundError)
+
+
 @pytest.mark.parametrize(
     "messages",
     [
@@ -269,8 +281,8 @@ def test_settings_may_be_numpys_integers() -> None:
         ),  # type: ignore[arg-type]
         (
             lambda: LLM(("a-folder",)),
-            r"target: expected a .* pair .LLM.from_pretrained takes a folder or hub id., got "
-            r"\('a-folder',\)",
+            r"target: expected a .* pair whose params are jax arrays .LLM.from_pretrained takes a "
+            r"folder or hub id., got \('a-folder',\)",
         ),  # type: ignore[arg-type]
         (lambda: SpeculativeConfig(model=["x"]), "model"),  # type: ignore[arg-type]
         (lambda: SpeculativeConfig(norm_output="yes"), "norm_output"),  # type: ignore[arg-type]

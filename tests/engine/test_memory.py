@@ -35,7 +35,7 @@ def engine(**config: Any) -> LLM:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"num_gpu_blocks_override": 10**10}, r"GB for 10000000000 KV-cache blocks and "),
+        ({"num_gpu_blocks_override": 2 * 10**9}, r"GB for 2000000000 KV-cache blocks and "),
         ({"batch_buckets": (10**9,)}, r"GB for a batch of 1000000000; lower num_gpu_blocks"),
         ({"max_num_seqs": 10**9}, r"GB for a batch of 1073741824; lower num_gpu_blocks_override"),
     ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -95,3 +96,15 @@ def test_each_program_is_reported(compilation: str) -> None:
     llm.runner.on_compiled = lambda *counts: reports.append(counts)
     number = llm.engine.warm_levels(shapes_up_to(llm.runner, None, None))
     assert reports == [(i, number) for i in range(number + 1)]
+
+
+@pytest.mark.parametrize("compilation", ["round", "step"])
+def test_nothing_compiles_when_a_batch_of_several_kinds_shrinks(compilation: str) -> None:
+    kinds = [SamplingParams(0.0), SamplingParams(0.0, presence_penalty=1.0)]
+    jax.clear_caches()
+    llm = engine(batch_buckets=(1, 2), max_model_len=32, compilation=compilation)
+    llm.warmup(sampling_params=kinds)
+    with counting_compilations() as compiled:
+        llm.generate([[1, 2], [3]], [replace(kinds[0], max_tokens=n) for n in (3, 9)])
+        llm.generate([[1, 2], [3]], [replace(kinds[1], max_tokens=n) for n in (3, 9)])
+    assert not compiled

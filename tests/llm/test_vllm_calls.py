@@ -606,10 +606,11 @@ def test_a_message_that_a_template_would_print_as_python_does(
     assert sentence in str(error.value)
 
 
-def test_a_tool_may_return_an_object(llm: LLM) -> None:
+@pytest.mark.parametrize("role", ["tool", "ipython"])
+def test_a_tool_may_return_an_object(llm: LLM, role: str) -> None:
     """Llama 3.1's template writes JSON of it."""
     template = "{{ messages[-1].content | tojson }}"
-    message = {"role": "tool", "content": {"temperature": 20}}
+    message = {"role": role, "content": {"temperature": 20}}
     [output] = llm.chat([message], SamplingParams(max_tokens=1), chat_template=template)
     assert rendered(llm, output) == '{"temperature": 20}'
 

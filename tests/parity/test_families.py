@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxspec.config import REFERENCE_OPS
 from jaxspec.layers import moe
 from jaxspec.layers.params import Params
 from jaxspec.loading.model import load_target
@@ -297,7 +298,8 @@ def test_a_router_bias_in_the_weights_is_seen(
     def biased(
         x: jax.Array, router: jax.Array, bias: jax.Array, cfg: Any, *_: Any
     ) -> tuple[jax.Array, jax.Array]:
-        chosen, ids = jax.lax.top_k(jax.nn.sigmoid(moe.router_logits(x, router)) + bias, cfg.top_k)
+        logits = moe.router_logits(x, router, REFERENCE_OPS)
+        chosen, ids = jax.lax.top_k(jax.nn.sigmoid(logits) + bias, cfg.top_k)
         return ids, chosen / chosen.sum(-1, keepdims=True) * cfg.routed_scaling
 
     monkeypatch.setattr(moe, "route", biased)

@@ -18,6 +18,7 @@ from jaxspec import LLM, EngineConfig, SamplingParams, SpeculativeConfig, models
 from jaxspec.config import ConfigError
 from jaxspec.drafts import eagle3
 from jaxspec.drafts.eagle3 import Eagle3Config
+from jaxspec.drafts.head_layout import layer_config
 from jaxspec.layers.params import init_random
 from jaxspec.loading.model import bind_draft
 from tests.parity.hub_heads import HEADS, HubHead
@@ -253,7 +254,6 @@ def test_switches_are_read_from_their_place_and_guesses_are_warnings(
             r"eagle_config.layer_ids: expected a list of integers, got \['1'\]",
         ),
         ({"attention_bias": "false"}, {}, {}, None, "attention_bias to be true or false, got"),
-        ({"model": "llama"}, {}, {}, None, "expected model to be an object, got 'llama'"),
         ({"partial_rotary_factor": 0.5}, {}, {}, None, "partial_rotary_factor: expected 1.0"),
         (
             {},
@@ -338,3 +338,10 @@ def test_a_head_without_aux_layers_drafts_in_the_engine() -> None:
         for each in (llm, llm.on_same_weights(speculative=False))
     ]
     assert texts[0] == texts[1] and llm.metrics.num_drafts > 0
+
+
+def test_a_name_under_model_is_no_config_of_a_layer() -> None:
+    config = {"model": "meta-llama/Llama-3.1-8B", "hidden_size": 8}
+    assert layer_config(config) == config
+    nested = {"hidden_size": 8, "model": {"hidden_size": 16, "vocab_size": None}}
+    assert layer_config(nested)["hidden_size"] == 16 and "vocab_size" not in layer_config(nested)
