@@ -187,6 +187,8 @@ def items_of(value: Any) -> list[Any] | None:
         if isinstance(value, Sized) and len(value) > MOST_ITEMS:  # without taking any
             return None
         items = list(islice(value, MOST_ITEMS + 1))
+    except OverflowError:  # of len(), which counts to sys.maxsize
+        return None
     except Exception as e:  # of the caller's own iterator
         raise ConfigError(
             f"expected a list, got {shown(value)}, whose items fail ({shown(e)})"

@@ -313,7 +313,10 @@ def most_end_token_ids(eos_token_ids: Collection[int]) -> int:
 
 def _items(name: str, wanted: str, value: Any) -> tuple[Any, ...]:
     """Return the items of a list, none for None; ConfigError with what is wanted for no list."""
-    items = [] if value is None else items_of(value)
+    try:
+        items = [] if value is None else items_of(value)
+    except ConfigError as e:
+        raise ConfigError(f"{name}: {e}") from e.__cause__
     if items is None:
         raise ConfigError(f"{name}: expected {wanted}, got {shown(value)}")
     return tuple(items)
