@@ -16,9 +16,11 @@ from filelock import FileLock
 
 from jaxspec.config import ConfigError
 from jaxspec.loading import compilation_cache
+from pallas_kernels import lowered_once
 
 CONVERSION = 1  # raise it when the conversion's output changes: older results are made again
 MARKER = "jaxspec_conversion.json"
+MOST_KERNEL_BYTES = 256 << 20  # a target and its draft have about 3 MB
 
 
 def cache_dir() -> Path:
@@ -40,12 +42,20 @@ def cache_dir() -> Path:
 
 
 def keep_compiled_programs() -> None:
-    """Keep compiled programs in the cache folder.
+    """Keep compiled programs, and the kernels that are lowered for them, in the cache folder.
 
     A folder that the user has chosen (JAX_COMPILATION_CACHE_DIR) takes precedence.
     """
-    if jax.config.jax_compilation_cache_dir is None:  # pyright: ignore[reportAttributeAccessIssue]
+    chosen = jax.config.jax_compilation_cache_dir  # pyright: ignore[reportAttributeAccessIssue]
+    if chosen is None:
         compilation_cache.use(cache_dir() / "compiled", min_compile_seconds=1.0)
+        kernels = cache_dir() / "kernels"
+    elif "://" in chosen:  # a store that JAX alone can write
+        return
+    else:
+        kernels = Path(chosen) / "jaxspec-kernels"
+    compilation_cache.trim(kernels, MOST_KERNEL_BYTES)
+    lowered_once.keep_in(kernels)
 
 
 @contextmanager

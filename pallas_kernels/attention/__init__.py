@@ -11,6 +11,7 @@ from pallas_kernels import hopper
 from pallas_kernels.attention import reference
 from pallas_kernels.attention.inputs import Heads, Inputs
 from pallas_kernels.implementations import IMPLEMENTATIONS, runs_kernel
+from pallas_kernels.lowered_once import lowered_once
 
 __all__ = ["IMPLEMENTATIONS", "Heads", "Inputs", "packs", "paged_attention", "unsupported"]
 
@@ -57,5 +58,5 @@ def packs(implementation: str, *, rows: int, queries_per_kv: int) -> bool:
 
 @cache
 def _compiled(kernel: Callable[[Inputs], jax.Array]) -> Callable[[Inputs], jax.Array]:
-    """Compile the kernel as a function of its own, so that a model's layers share one."""
-    return jax.jit(kernel)
+    """Compile the kernel as a function of its own, so that layers and programs share one."""
+    return lowered_once()(kernel)

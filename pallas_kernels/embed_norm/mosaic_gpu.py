@@ -6,8 +6,6 @@ rms_norm kernel, bit for bit.
 
 from __future__ import annotations
 
-from functools import partial
-
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -15,12 +13,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.embed_norm.inputs import Inputs
+from pallas_kernels.lowered_once import lowered_once
 from pallas_kernels.rms_norm.mosaic_gpu import CHUNK, normed_row, tile_of
 from pallas_kernels.types import Barrier, Index, Ref
 
 
-# Compiled as a function of its own, so that the programs of one process share the kernel.
-@partial(jax.jit, static_argnames="pdl")
+# Compiled as a function of its own, so that layers and programs share the kernel.
+@lowered_once(static_argnames="pdl")
 def embed_norm(inputs: Inputs, *, pdl: bool) -> tuple[jax.Array, jax.Array]:
     """Run the op; see pallas_kernels.embed_norm.embed_norm."""
     tokens, table, weight, eps = inputs.tokens, inputs.table, inputs.weight, inputs.eps

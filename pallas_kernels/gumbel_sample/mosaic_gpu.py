@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +24,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import noise, piece_noise
 from pallas_kernels.gumbel_sample.inputs import Inputs
 from pallas_kernels.hopper import interpreting
+from pallas_kernels.lowered_once import lowered_once
 from pallas_kernels.pieces import LANES, Pieces, combine_maximum, cut, store_maximum
 from pallas_kernels.types import Ref
 from pallas_kernels.vocab_shards import first_highest
@@ -59,8 +59,8 @@ def shares(pieces: Pieces, rows: int, blocks: int) -> tuple[int, int]:
     return count, -(-pieces.count // count)
 
 
-# Compiled as a function of its own, so that a round's draft steps share one kernel.
-@partial(jax.jit, static_argnames="tuning")
+# Compiled as a function of its own, so that layers and programs share one kernel.
+@lowered_once(static_argnames="tuning")
 def gumbel_sample(inputs: Inputs, *, tuning: Tuning | None = None) -> jax.Array:
     """Run the op; see pallas_kernels.gumbel_sample.gumbel_sample."""
     tuning = tuning or Tuning()

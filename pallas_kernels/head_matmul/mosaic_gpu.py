@@ -13,8 +13,6 @@ A row's bits depend on the row alone: the depth is summed in one order.
 
 from __future__ import annotations
 
-from functools import partial
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -23,6 +21,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.head_matmul.inputs import Inputs
+from pallas_kernels.lowered_once import lowered_once
 from pallas_kernels.mosaic import load
 from pallas_kernels.types import Accumulator, Barrier, Ref, Shaped, Slice
 
@@ -50,8 +49,8 @@ def unsupported(x: Shaped, weights: Shaped) -> str | None:
     return None
 
 
-# Compiled as a function of its own, so that a model's layers share one kernel.
-@partial(jax.jit, static_argnames="pdl")
+# Compiled as a function of its own, so that layers and programs share one kernel.
+@lowered_once(static_argnames="pdl")
 def head_matmul(inputs: Inputs, *, pdl: bool = True) -> jax.Array:
     """Run the op; see pallas_kernels.head_matmul.head_matmul."""
     x, weights, cos, sin = inputs.x, inputs.weights, inputs.cos, inputs.sin

@@ -10,6 +10,7 @@ from pallas_kernels import hopper
 from pallas_kernels.implementations import IMPLEMENTATIONS, runs_kernel
 from pallas_kernels.latent_attention import reference
 from pallas_kernels.latent_attention.inputs import Inputs, Latents
+from pallas_kernels.lowered_once import lowered_once
 
 __all__ = ["IMPLEMENTATIONS", "Inputs", "Latents", "latent_attention", "unsupported"]
 
@@ -43,7 +44,7 @@ def unsupported(latents: Latents) -> str | None:
 
 @cache
 def _compiled() -> jax.stages.Wrapped:
-    """Compile the kernel as a function of its own, so that a model's layers share one."""
+    """Compile the kernel as a function of its own, so that layers and programs share one."""
     from pallas_kernels.latent_attention import mosaic_gpu
 
-    return jax.jit(mosaic_gpu.latent_attention)
+    return lowered_once()(mosaic_gpu.latent_attention)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -12,6 +10,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
 from pallas_kernels.latent_cache.inputs import Inputs
+from pallas_kernels.lowered_once import lowered_once
 from pallas_kernels.mosaic import load
 from pallas_kernels.types import Barrier, Ref
 
@@ -42,8 +41,8 @@ def unsupported(
     return None
 
 
-# Compiled as a function of its own, so that a model's layers share one kernel.
-@partial(jax.jit, static_argnames="pdl")
+# Compiled as a function of its own, so that layers and programs share one kernel.
+@lowered_once(static_argnames="pdl")
 def norm_and_write(inputs: Inputs, *, pdl: bool = True) -> tuple[jax.Array | None, jax.Array]:
     """Run the op; see pallas_kernels.latent_cache.norm_and_write."""
     latents, cache, eps = inputs.latents, inputs.cache, inputs.eps

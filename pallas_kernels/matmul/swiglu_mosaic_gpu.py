@@ -22,7 +22,6 @@ number.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +30,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.hopper import NUM_SMS, interpreting
+from pallas_kernels.lowered_once import lowered_once
 from pallas_kernels.matmul.inputs import Inputs
 from pallas_kernels.matmul.plan import MAX_ROWS as FEW_ROWS
 from pallas_kernels.matmul.plan import MAX_SMEM, Product
@@ -132,8 +132,8 @@ def unsupported(product: Product) -> str | None:
     return None
 
 
-# Compiled as a function of its own, so that a model's layers share one kernel.
-@partial(jax.jit, static_argnames="tuning")
+# Compiled as a function of its own, so that layers and programs share one kernel.
+@lowered_once(static_argnames="tuning")
 def swiglu(inputs: Inputs, *, tuning: Tuning | None = None) -> jax.Array:
     """Run the op with swiglu; see pallas_kernels.matmul.matmul."""
     x, (gate, up) = inputs.x, inputs.weights

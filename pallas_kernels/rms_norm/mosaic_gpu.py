@@ -7,8 +7,6 @@ greedy text would depend on speculation. Here a row's bits depend on the row alo
 
 from __future__ import annotations
 
-from functools import partial
-
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -17,6 +15,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
 from pallas_kernels.hopper import interpreting
+from pallas_kernels.lowered_once import lowered_once
 from pallas_kernels.mosaic import load
 from pallas_kernels.types import Barrier, Ref
 
@@ -72,8 +71,8 @@ def normed_row(
     return (values * scale).astype(x_smem.dtype) * gain
 
 
-# Compiled as a function of its own, so that a model's layers share one kernel.
-@partial(jax.jit, static_argnames=("eps", "pdl"))
+# Compiled as a function of its own, so that layers and programs share one kernel.
+@lowered_once(static_argnames=("eps", "pdl"))
 def _rms_norm(x: jax.Array, weight: jax.Array, *, eps: float, pdl: bool) -> jax.Array:
     rows, width = x.shape
     chunks = width // CHUNK

@@ -8,7 +8,6 @@ second tile, of the same heads over their scales in e4m3.
 
 from __future__ import annotations
 
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -20,6 +19,7 @@ from jax.typing import DTypeLike
 
 from pallas_kernels.dtypes import rounded_division
 from pallas_kernels.hopper import interpreting
+from pallas_kernels.lowered_once import lowered_once
 from pallas_kernels.mosaic import load
 from pallas_kernels.packing import packed_size
 from pallas_kernels.rope_cache.inputs import Inputs
@@ -65,8 +65,8 @@ def _row_by_row(half: int) -> Layout:
     )
 
 
-# Compiled as a function of its own, so that a model's layers share one kernel.
-@partial(jax.jit, static_argnames="pdl")
+# Compiled as a function of its own, so that layers and programs share one kernel.
+@lowered_once(static_argnames="pdl")
 def rope_and_write(inputs: Inputs, *, pdl: bool = True) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Run the op; see pallas_kernels.rope_cache.rope_and_write."""
     qkv, num_heads, pack, eps = inputs.qkv, inputs.num_heads, inputs.pack, inputs.eps

@@ -8,7 +8,6 @@ so its maximum costs two shuffles. A row's bits and its experts depend on the ro
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +17,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
 from pallas_kernels.hopper import interpreting
+from pallas_kernels.lowered_once import lowered_once
 from pallas_kernels.mosaic import load
 from pallas_kernels.router import MAX_ROWS
 from pallas_kernels.router.inputs import Inputs
@@ -56,8 +56,8 @@ def unsupported(rows: int, router: tuple[int, ...], top_k: int, dtype: DTypeLike
     return f"expected a top_k of at most {WIDTH}, got {top_k}" if top_k > WIDTH else None
 
 
-# Compiled as a function of its own, so that a model's layers share one kernel.
-@partial(jax.jit, static_argnames="tuning")
+# Compiled as a function of its own, so that layers and programs share one kernel.
+@lowered_once(static_argnames="tuning")
 def route(inputs: Inputs, *, tuning: Tuning | None = None) -> tuple[jax.Array, jax.Array]:
     """Run the op; see pallas_kernels.router.route. Experts are [rows, WIDTH]."""
     x, router, bias, kind = inputs.x, inputs.router, inputs.bias, inputs.kind

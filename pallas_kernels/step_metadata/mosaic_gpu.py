@@ -16,6 +16,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.attention.bounds import KEYS, NARROW, bounds_size
 from pallas_kernels.hopper import interpreting
+from pallas_kernels.lowered_once import lowered_once
 from pallas_kernels.mosaic import load
 from pallas_kernels.step_metadata.inputs import Inputs
 from pallas_kernels.step_metadata.reference import PAD_SLOT, StepMetadata
@@ -36,6 +37,12 @@ def unsupported(rows: int, queries_per_kv: int, rope_dim: int) -> str | None:
 
 def step_metadata(inputs: Inputs) -> StepMetadata:
     """Run the op; see pallas_kernels.step_metadata.step_metadata."""
+    return StepMetadata(*_step_metadata(inputs))
+
+
+# Compiled as a function of its own, so that programs share the kernel.
+@lowered_once()
+def _step_metadata(inputs: Inputs) -> tuple[jax.Array, ...]:
     queries_per_kv, frequencies = inputs.queries_per_kv, inputs.frequencies
     assert queries_per_kv is not None and frequencies is not None  # checked by the public op
     rows, block_size, window = inputs.rows, inputs.block_size, inputs.window
@@ -153,4 +160,4 @@ def step_metadata(inputs: Inputs) -> StepMetadata:
     # Tiled here, as a constant: XLA would launch a kernel to tile it.
     tiled = jnp.asarray(np.tile(np.asarray(frequencies, np.float32), (padded, 1)))
     step = jnp.asarray(inputs.step, jnp.int32).reshape(1)
-    return StepMetadata(*call(inputs.block_table, inputs.start, inputs.num_rows, step, tiled))
+    return call(inputs.block_table, inputs.start, inputs.num_rows, step, tiled)

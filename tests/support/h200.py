@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import itertools
 import os
 import re
 import sys
@@ -19,6 +20,11 @@ from typing import Any
 import jax
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from pallas_kernels import lowered_once
+from pallas_kernels.lowered_once import Exports
+
+_MARKS = itertools.count()
 
 # What the compiler asks about the device (a GpuTargetConfigProto in text form), from the vendor's
 # data sheet and XLA's own list of devices.
@@ -88,6 +94,28 @@ def linked_mesh(size: int, axis: str) -> Mesh:
 
 
 @contextlib.contextmanager
+def compiled_anew() -> Iterator[None]:
+    """Lower kernels anew and give each a mark, since a process compiles equal kernels once."""
+    from jax._src.lib.mlir import ir
+    from jax.experimental.mosaic import gpu
+
+    lower, mark = gpu.core._mosaic_gpu_lowering_rule, f"{next(_MARKS)}"
+
+    def lower_marked(ctx: Any, *args: Any, module: Any, **options: Any) -> Any:
+        module.operation.attributes["sym_name"] = ir.StringAttr.get(mark, module.context)
+        return lower(ctx, *args, module=module, **options)
+
+    exports = lowered_once._EXPORTS
+    jax.clear_caches()
+    gpu.core._mosaic_gpu_lowering_rule, lowered_once._EXPORTS = lower_marked, Exports()
+    try:
+        yield
+    finally:
+        gpu.core._mosaic_gpu_lowering_rule, lowered_once._EXPORTS = lower, exports
+        jax.clear_caches()
+
+
+@contextlib.contextmanager
 def ptxas_report() -> Iterator[Callable[[], str]]:
     """What ptxas says (-v) about the Mosaic kernels that are compiled while this is open: the
     function that comes back reads it.
@@ -108,7 +136,8 @@ def ptxas_report() -> Iterator[Callable[[], str]]:
         os.environ["MOSAIC_GPU_DUMP_PTXAS"] = "1"
         jax.config.update("jax_enable_compilation_cache", False)
         try:
-            yield read
+            with compiled_anew():
+                yield read
         finally:
             jax.config.update("jax_enable_compilation_cache", cached)
             del os.environ["MOSAIC_GPU_DUMP_PTXAS"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Generic, NamedTuple, TypeVar
 
 import jax
@@ -15,6 +14,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.fp8_matmul.rows import Rows
 from pallas_kernels.fp8_matmul.weight import BLOCK, Fp8Weight
+from pallas_kernels.lowered_once import lowered_once
 from pallas_kernels.matmul.inputs import Inputs
 from pallas_kernels.matmul.mosaic_gpu import cluster_sum
 from pallas_kernels.matmul.mosaic_gpu.epilogue import LAYOUT, finish, load_gain_and_residual
@@ -53,8 +53,8 @@ def product_of(product: Product) -> Product:
     )
 
 
-# Compiled as a function of its own, so that a model's layers share one kernel.
-@partial(jax.jit, static_argnames="tuning")
+# Compiled as a function of its own, so that layers and programs share one kernel.
+@lowered_once(static_argnames="tuning")
 def multiply(rows: Rows, inputs: Inputs[Fp8Weight], *, tuning: Tuning | None = None) -> jax.Array:
     """Return the op's result from quantised rows."""
     product = product_of(Product.of(inputs))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -14,6 +12,7 @@ from pallas_kernels.dtypes import rounded_division
 from pallas_kernels.fp8_matmul.rows import Rows
 from pallas_kernels.fp8_matmul.weight import BLOCK, DTYPE, LARGEST, Activation
 from pallas_kernels.hopper import interpreting
+from pallas_kernels.lowered_once import lowered_once
 from pallas_kernels.matmul.plan import MAX_ROWS, padded_rows
 from pallas_kernels.mosaic import load
 from pallas_kernels.types import Ref
@@ -28,8 +27,6 @@ def takes(depth: int) -> bool:
     return depth % STEP == 0
 
 
-# Compiled as a function of its own, so that a model's layers share one kernel.
-@partial(jax.jit, static_argnames=("activation", "eps"))
 def quantise(
     x: jax.Array,
     activation: Activation,
@@ -42,6 +39,18 @@ def quantise(
     See pallas_kernels.fp8_matmul.rows.quantise for activation and scale, and
     pallas_kernels.rms_norm for gain and eps.
     """
+    return Rows(*_quantise(x, activation, scale, gain, eps))
+
+
+# Compiled as a function of its own, so that layers and programs share one kernel.
+@lowered_once(static_argnames=("activation", "eps"))
+def _quantise(
+    x: jax.Array,
+    activation: Activation,
+    scale: jax.Array | None,
+    gain: jax.Array | None,
+    eps: float,
+) -> tuple[jax.Array, jax.Array]:
     rows, depth = x.shape
     shape, by_block = (depth // BLOCK, BLOCK), activation == "block"
     # A thread has the same values in both.
@@ -108,7 +117,7 @@ def quantise(
         None if gain is None else gain.reshape(shape),
     )
     codes, made = call(*arrays)
-    return Rows(codes.reshape(rows, depth), made if scale is None else scale)
+    return codes.reshape(rows, depth), made if scale is None else scale
 
 
 def _divide(x: jax.Array, divisor: jax.Array) -> jax.Array:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Generic, NamedTuple, TypeVar
 
 import jax
@@ -21,6 +20,7 @@ from pallas_kernels.int4_matmul.mosaic_gpu.plan import (
     sum_depth,
 )
 from pallas_kernels.int4_matmul.weight import COLUMNS, DEPTHS, UNIT, Int4Weight
+from pallas_kernels.lowered_once import lowered_once
 from pallas_kernels.matmul.inputs import Inputs
 from pallas_kernels.matmul.mosaic_gpu import cluster_sum
 from pallas_kernels.matmul.mosaic_gpu.epilogue import LAYOUT, finish, load_gain_and_residual
@@ -45,8 +45,8 @@ class ByGroup(NamedTuple, Generic[T]):
     zeros: tuple[T, ...]
 
 
-# Compiled as a function of its own, so that a model's layers share one kernel.
-@partial(jax.jit, static_argnames="tuning")
+# Compiled as a function of its own, so that layers and programs share one kernel.
+@lowered_once(static_argnames="tuning")
 def multiply(inputs: Inputs[Int4Weight], *, tuning: Tuning | None = None) -> jax.Array:
     """Run the op; see pallas_kernels.int4_matmul.int4_matmul."""
     product, weights = Product.of(inputs), inputs.weights

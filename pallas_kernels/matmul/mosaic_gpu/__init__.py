@@ -33,13 +33,12 @@ its neighbours nor on their number.
 
 from __future__ import annotations
 
-from functools import partial
-
 import jax
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.lowered_once import lowered_once
 from pallas_kernels.matmul.inputs import Inputs
 from pallas_kernels.matmul.mosaic_gpu import cluster_sum
 from pallas_kernels.matmul.mosaic_gpu.epilogue import finish, load_gain_and_residual, row_scale
@@ -52,8 +51,8 @@ from pallas_kernels.matmul.reference import Result
 from pallas_kernels.types import Ref
 
 
-# Compiled as a function of its own, so that a model's layers share one kernel.
-@partial(jax.jit, static_argnames="tuning")
+# Compiled as a function of its own, so that layers and programs share one kernel.
+@lowered_once(static_argnames="tuning")
 def matmul(inputs: Inputs, *, tuning: Tuning | None = None) -> Result:
     """Run the op; see pallas_kernels.matmul.matmul."""
     product = Product.of(inputs)

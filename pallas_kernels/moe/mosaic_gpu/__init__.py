@@ -28,7 +28,6 @@ ids. So a row's bits depend on the row alone.
 
 from __future__ import annotations
 
-from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -42,6 +41,7 @@ from pallas_kernels.fp8_matmul.weight import BLOCK as FP8_BLOCK
 from pallas_kernels.fp8_matmul.weight import Fp8Weight
 from pallas_kernels.int4_matmul.mosaic_gpu.plan import SCALE_DTYPES, sum_depth
 from pallas_kernels.int4_matmul.weight import DEPTHS, Int4Weight
+from pallas_kernels.lowered_once import lowered_once
 from pallas_kernels.moe import MAX_ROWS
 from pallas_kernels.moe.inputs import Inputs
 from pallas_kernels.moe.mosaic_gpu.blocks import (
@@ -152,8 +152,8 @@ class Plan(NamedTuple):
     local: jax.Array | None
 
 
-# Compiled as a function of its own, so that a model's layers share the kernels.
-@partial(jax.jit, static_argnames="tunings")
+# Compiled as a function of its own, so that layers and programs share the kernels.
+@lowered_once(static_argnames="tunings")
 def experts(inputs: Inputs, *, tunings: tuple[Tuning, Tuning] | None = None) -> jax.Array:
     """Run the op; see pallas_kernels.moe.experts. tunings: of gate and up, and of down."""
     first, second = tunings or (None, None)

@@ -14,6 +14,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.lowered_once import lowered_once
 from pallas_kernels.moe.mosaic_gpu import units as packed
 from pallas_kernels.moe.mosaic_gpu.blocks import padded_table
 from pallas_kernels.moe.mosaic_gpu.units import TRANSFORMS, WIDTH
@@ -39,8 +40,8 @@ class Scratch(NamedTuple, Generic[T]):
     table_ready: Barrier
 
 
-# Compiled as a function of its own, so that a model's layers share the kernel.
-@jax.jit
+# Compiled as a function of its own, so that layers and programs share the kernel.
+@lowered_once()
 def dequantise(weight: Mxfp4Weight, experts: jax.Array) -> jax.Array:
     """Return the matrices of `experts`, int32 [n], as bfloat16 [n, depth, width]."""
     _, depth, width = weight.shape

@@ -35,6 +35,7 @@ from dataclasses import dataclass, replace
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.lowered_once import lowered_once
 from pallas_kernels.noise import Stream
 from pallas_kernels.pieces import LANES, cut
 from pallas_kernels.rejection_sampling.inputs import Inputs
@@ -84,6 +85,8 @@ def unsupported(
     return None
 
 
+# Compiled as a function of its own, so that programs share the kernels.
+@lowered_once(static_argnames="tuning")
 def rejection_sample(inputs: Inputs, *, tuning: Tuning = DEFAULT) -> tuple[jax.Array, jax.Array]:
     """Run the op; see pallas_kernels.rejection_sampling.rejection_sample."""
     rule, sampled, draft_logits = inputs.rule, inputs.sampled, inputs.draft_logits

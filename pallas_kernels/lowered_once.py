@@ -1,0 +1,178 @@
+"""Functions around kernels, which Mosaic lowers once for all programs of a process.
+
+Lowering a kernel takes Python 0.1 to 0.6 s under its lock. An engine compiles a hundred programs of
+the same two dozen kernels. So such a function is exported once for each shape of its arguments
+(jax.export), and programs embed the result. A folder keeps the exports for later processes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import logging
+import os
+import re
+import threading
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from functools import cache, wraps
+from importlib.metadata import version
+from pathlib import Path
+from tempfile import NamedTemporaryFile
+from typing import Any
+
+import jax
+from jax import export
+
+from pallas_kernels import hopper
+
+PLATFORM = "cuda"
+# The call of a Mosaic kernel. jax.export promises nothing for it across versions of JAX, which are
+# part of a kept export's name.
+CHECKS = (export.DisabledSafetyCheck.custom_call("mosaic_gpu_v2"),)
+ADDRESS = re.compile(r" at 0x[0-9a-f]+")  # in the text of an object, which differs by process
+
+logger = logging.getLogger(__name__)
+
+
+def lowered_once(static_argnames: str | Sequence[str] = ()) -> Callable[[Any], Any]:
+    """Return the decorator of a function that runs kernels; its layers and programs share them.
+
+    static_argnames: arguments that are hashable, and no pytrees of arrays
+
+    The function returns an array, or a tuple of arrays and Nones. On several devices, and in the
+    interpreter, it is jax.jit alone: an export is for one device.
+    """
+    names = (static_argnames,) if isinstance(static_argnames, str) else tuple(static_argnames)
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        signature = inspect.signature(function)
+
+        @wraps(function)
+        def embed(*args: Any, **named: Any) -> Any:
+            if hopper.interpreting() or jax.sharding.get_abstract_mesh().size > 1:
+                return function(*args, **named)
+            given = signature.bind(*args, **named).arguments
+            settings = tuple((name, given.pop(name)) for name in names if name in given)
+            leaves, structure = jax.tree.flatten(given)
+            call = Call(function, structure, tuple(map(_shape_of, leaves)), settings)
+            return _EXPORTS.get(call).call(*leaves)
+
+        return jax.jit(embed, static_argnames=names)
+
+    return decorate
+
+
+def keep_in(folder: Path) -> None:
+    """Keep the exports in a folder, and take those that an earlier process left there."""
+    _EXPORTS.folder = folder
+
+
+@dataclass(frozen=True)
+class Call:
+    """A function and the kind of its arguments.
+
+    structure: the pytree of the other arguments by name
+    shapes:    of its leaves
+    settings:  the static arguments
+    """
+
+    function: Callable[..., Any]
+    structure: Any
+    shapes: tuple[jax.ShapeDtypeStruct, ...]
+    settings: tuple[tuple[str, Hashable], ...]
+
+    def export(self) -> export.Exported:
+        """Lower the function for these arguments."""
+
+        def flat(*leaves: jax.Array) -> Any:
+            return self.function(
+                **jax.tree.unflatten(self.structure, leaves), **dict(self.settings)
+            )
+
+        with jax.disable_jit(False):
+            exporting = export.export(jax.jit(flat), platforms=[PLATFORM], disabled_checks=CHECKS)
+            return exporting(*self.shapes)
+
+    def file_name(self) -> str | None:
+        """Return the name of the kept export; None if this call's text differs by process."""
+        name = f"{self.function.__module__}.{self.function.__qualname__}"
+        text = repr((name, self.structure, self.shapes, self.settings))
+        if ADDRESS.search(text):
+            return None
+        digest = hashlib.sha256(f"{_versions()} {PLATFORM} {text}".encode()).hexdigest()
+        return f"{name}-{digest[:32]}"
+
+
+class Exports:
+    """The exports of this process.
+
+    folder: keeps them for later processes; None: nothing is kept
+    """
+
+    def __init__(self) -> None:
+        self.folder: Path | None = None
+        self._found: dict[Call, export.Exported] = {}
+        self._locks: dict[Call, threading.Lock] = {}
+
+    def get(self, call: Call) -> export.Exported:
+        """Return a call's export, which one thread makes or reads."""
+        found = self._found.get(call)
+        if found is None:
+            with self._locks.setdefault(call, threading.Lock()):
+                found = self._found.get(call)
+                if found is None:
+                    found = self._found[call] = self._read(call) or self._make(call)
+        return found
+
+    def _make(self, call: Call) -> export.Exported:
+        made = call.export()
+        path = self._path(call)
+        if path is not None:
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                with NamedTemporaryFile(dir=path.parent, delete=False) as file:
+                    file.write(made.serialize())
+                os.replace(file.name, path)
+            except OSError as e:
+                logger.warning("%s: a lowered kernel is not kept (%s)", path, e)
+        return made
+
+    def _read(self, call: Call) -> export.Exported | None:
+        path = self._path(call)
+        if path is None:
+            return None
+        try:
+            data = path.read_bytes()
+        except FileNotFoundError:
+            return None
+        except OSError as e:
+            logger.warning("%s: a kept kernel cannot be read, and is lowered anew (%s)", path, e)
+            return None
+        try:
+            return export.deserialize(bytearray(data))
+        except Exception as e:  # of the file's format: an incomplete or a foreign file
+            logger.warning("%s: expected a lowered kernel, got %r; it is lowered anew", path, e)
+            return None
+
+    def _path(self, call: Call) -> Path | None:
+        name = None if self.folder is None else call.file_name()
+        return None if name is None or self.folder is None else self.folder / name
+
+
+_EXPORTS = Exports()
+
+
+def _shape_of(leaf: Any) -> jax.ShapeDtypeStruct:
+    kind = jax.typeof(leaf)
+    return jax.ShapeDtypeStruct(kind.shape, kind.dtype, weak_type=kind.weak_type)
+
+
+@cache
+def _versions() -> str:
+    """Return what lowers the kernels: JAX's versions, and a digest of this package's sources."""
+    digest = hashlib.sha256()
+    root = Path(__file__).parent
+    for path in sorted(root.rglob("*.py")):
+        digest.update(str(path.relative_to(root)).encode() + b"\0" + path.read_bytes() + b"\0")
+    return f"{jax.__version__} {version('jaxlib')} {digest.hexdigest()}"

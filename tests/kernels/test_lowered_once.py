@@ -1,0 +1,179 @@
+"""Kernels are lowered once for each shape: for all programs, threads, and later processes."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AbstractMesh
+
+from pallas_kernels import lowered_once as module
+from pallas_kernels.lowered_once import Call, Exports, lowered_once
+from tests.kernels.interpreter import needs_mosaic
+
+X = jnp.arange(6.0).reshape(2, 3)
+
+
+@pytest.fixture(autouse=True)
+def exports(monkeypatch: pytest.MonkeyPatch) -> Iterator[Exports]:
+    """Exports of a new process, for the CPU that runs them here."""
+    monkeypatch.setattr(module, "PLATFORM", "cpu")
+    found = Exports()
+    monkeypatch.setattr(module, "_EXPORTS", found)
+    yield found
+
+
+def scaled(lowerings: list[str]) -> Callable[..., Any]:
+    """A function that notes each lowering of its own; it has the name of no other test's."""
+
+    @lowered_once(static_argnames=("factor", "name"))
+    def scale(x: jax.Array, factor: int = 2, *, shift: Any = None, name: Any = "") -> Any:
+        lowerings.append(f"{x.shape} {x.dtype} {factor}")
+        return x * factor if shift is None else (x * factor + shift["by"], None)
+
+    return scale
+
+
+def test_programs_layers_and_threads_share_one_lowering() -> None:
+    lowerings: list[str] = []
+    scale = scaled(lowerings)
+    programs = [
+        jax.jit(lambda x, n=n: sum((scale(x + i) for i in range(3)), jnp.float32(n)))
+        for n in range(8)
+    ]
+    barrier = threading.Barrier(8)
+
+    def run(program: Any) -> np.ndarray:
+        barrier.wait(timeout=60)
+        return np.asarray(program(X))
+
+    with ThreadPoolExecutor(8) as pool:
+        results = list(pool.map(run, programs))
+    for n, result in enumerate(results):
+        np.testing.assert_array_equal(result, 6 * np.asarray(X) + 6 + n)
+    assert lowerings == ["(2, 3) float32 2"]
+
+
+def test_threads_that_want_one_export_wait_for_the_first(exports: Exports) -> None:
+    lowerings: list[int] = []
+
+    def double(x: jax.Array) -> jax.Array:
+        lowerings.append(threading.get_ident())
+        time.sleep(0.1)
+        return x * 2
+
+    call = Call(double, jax.tree.structure({"x": 0}), (jax.ShapeDtypeStruct(X.shape, X.dtype),), ())
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(lambda _: exports.get(call), range(8)))
+    assert len(lowerings) == 1 and all(each is found[0] for each in found)
+
+
+def test_each_kind_of_arguments_has_its_own() -> None:
+    lowerings: list[str] = []
+    scale = scaled(lowerings)
+    np.testing.assert_array_equal(scale(X, 3), 3 * X)  # positional, named and defaults
+    np.testing.assert_array_equal(scale(X, factor=3), 3 * X)
+    np.testing.assert_array_equal(scale(X), 2 * X)
+    assert scale(X.astype(jnp.bfloat16)).dtype == jnp.bfloat16
+    assert scale(X[:1]).shape == (1, 3)
+    shifted, nothing = scale(X, shift={"by": X})
+    np.testing.assert_array_equal(shifted, 3 * X)
+    assert nothing is None
+    # A Python number takes the dtype of what it is combined with.
+    assert scale(X.astype(jnp.bfloat16), shift={"by": 1.0})[0].dtype == jnp.bfloat16
+    assert len(lowerings) == 6
+
+
+def test_a_later_process_takes_what_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lowerings: list[str] = []
+
+    def process() -> None:
+        """Run as a new process does."""
+        jax.clear_caches()
+        monkeypatch.setattr(module, "_EXPORTS", Exports())
+        module.keep_in(tmp_path / "kernels")
+        scale = scaled(lowerings)
+        np.testing.assert_array_equal(scale(X), 2 * X)
+        np.testing.assert_array_equal(scale(X[:1]), 2 * X[:1])
+        np.testing.assert_array_equal(scale(X, 5, shift={"by": X})[0], 6 * X)
+
+    process()
+    assert len(lowerings) == 3
+    kept = sorted((tmp_path / "kernels").iterdir())
+    assert len(kept) == 3 and all("scale" in path.name for path in kept)
+    process()
+    assert len(lowerings) == 3
+
+    monkeypatch.setattr(module, "_versions", lambda: "another JAX")
+    process()
+    assert len(lowerings) == 6
+
+
+@pytest.mark.parametrize("content", [b"", b"no export", None], ids=["empty", "foreign", "cut"])
+def test_a_broken_file_is_made_again(
+    tmp_path: Path, exports: Exports, content: bytes | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    lowerings: list[str] = []
+    module.keep_in(tmp_path)
+    scaled(lowerings)(X)
+    [path] = tmp_path.iterdir()
+    good = path.read_bytes()
+    path.write_bytes(good[: len(good) // 2] if content is None else content)
+    exports._found.clear()
+    np.testing.assert_array_equal(scaled(lowerings)(X), 2 * X)
+    assert len(lowerings) == 2 and "it is lowered anew" in caplog.text
+    assert path.read_bytes() == good
+
+
+def test_a_folder_that_cannot_be_written_costs_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").write_text("no folder")
+    module.keep_in(tmp_path / "file" / "kernels")
+    np.testing.assert_array_equal(scaled([])(X), 2 * X)
+    assert "is not kept" in caplog.text
+
+
+def test_a_setting_whose_text_differs_by_process_is_not_kept(tmp_path: Path) -> None:
+    module.keep_in(tmp_path)
+    np.testing.assert_array_equal(scaled([])(X, name=object()), 2 * X)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_several_devices_trace_the_function_itself(exports: Exports) -> None:
+    lowerings: list[str] = []
+    with jax.sharding.use_abstract_mesh(AbstractMesh((2,), ("x",))):
+        jax.make_jaxpr(scaled(lowerings))(X)
+    assert lowerings and not exports._found
+
+
+@needs_mosaic
+def test_a_kernel_is_lowered_for_a_gpu_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    from pallas_kernels.rms_norm import mosaic_gpu
+
+    monkeypatch.setattr(module, "PLATFORM", "cuda")
+    lowered, make = [], Call.export
+    monkeypatch.setattr(Call, "export", lambda call: lowered.append(call) or make(call))
+    shapes = (
+        jax.ShapeDtypeStruct((4, 1024), jnp.bfloat16),
+        jax.ShapeDtypeStruct((1024,), jnp.bfloat16),
+    )
+
+    def text(function: Callable[..., Any]) -> str:
+        return jax.jit(function).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
+
+    norm = partial(mosaic_gpu._rms_norm, eps=1e-5, pdl=True)
+    found = [text(norm), text(lambda x, w: norm(norm(x, w), w))]
+    assert len(lowered) == 1
+    assert [each.count("stablehlo.custom_call @mosaic_gpu_v2") for each in found] == [1, 1]
