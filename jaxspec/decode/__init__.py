@@ -8,6 +8,7 @@ fallback        drafts looked up in the text, for requests whose head does not p
 verify          the target's pass over [next token, drafts], and rejection sampling
 row_budget      the requests that take part in a verify pass of few rows
 slots           small programs that put requests into slots of the state, move and clear them
+packed          small arrays of the host that reach a program in one copy
 spread          a program on several devices, and how they share its arrays
 mailboxes       the memory that devices write to each other
 programs        compilation modes: one program per round, one per draft step, or none

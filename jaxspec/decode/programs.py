@@ -20,6 +20,7 @@ from jaxspec.cache.arrays import KVCache
 from jaxspec.cache.metadata import BlockTables
 from jaxspec.config import RoundConfig
 from jaxspec.decode.mailboxes import given_addresses, launching
+from jaxspec.decode.packed import Packed, pack
 from jaxspec.decode.prefill import prefill
 from jaxspec.decode.round import decode_round, verify_and_commit
 from jaxspec.decode.spread import EVERYWHERE, Specs, spread
@@ -166,6 +167,13 @@ def compile_round(
     round_program.compile(cfg, params, *split_donated(state), block_tables)
 
 
+def prefill_packed(
+    cfg: RoundConfig, params: Params, state: DecodeState, inputs: Packed
+) -> tuple[Verification, DecodeState]:
+    """Run prefill on (block_tables, chunk), which the host has packed."""
+    return prefill(cfg, params, state, *inputs.unpack())
+
+
 def result_and_state(arguments: tuple[Specs, ...]) -> Specs:
     """Return the partition of (Verification, state), for arguments (params, state, ...)."""
     return EVERYWHERE, arguments[1]
@@ -176,7 +184,7 @@ def result_and_parts(arguments: tuple[Specs, ...]) -> Specs:
     return EVERYWHERE, arguments[1], EVERYWHERE
 
 
-prefill_program = Program(prefill, donate=2, results=result_and_state)
+prefill_program = Program(prefill_packed, donate=2, results=result_and_state)
 round_program = Program(decode_round_in_place, donate=2, results=result_and_parts)
 verify_program = Program(verify_and_commit, donate=2, results=result_and_state)
 _eager_round = spread(decode_round, 1, result_and_state)
@@ -226,12 +234,15 @@ def run_prefill(
     *,
     compilation: str,
 ) -> tuple[Verification, DecodeState]:
-    """Run one prefill chunk in the given compilation mode; see prefill."""
+    """Run one prefill chunk in the given compilation mode; see prefill.
+
+    block_tables, chunk: NumPy arrays
+    """
     if compilation == "eager":
         with jax.disable_jit():
             tables, chunk = jax.tree.map(jnp.asarray, (block_tables, chunk))
             return _eager_prefill(cfg, params, state, tables, chunk)
-    return prefill_program(cfg, params, state, block_tables, chunk)
+    return prefill_program(cfg, params, state, pack((block_tables, chunk)))
 
 
 def compile_prefill(
@@ -242,4 +253,4 @@ def compile_prefill(
     chunk: PromptChunk,
 ) -> None:
     """Compile the program of a prefill chunk for these shapes; see Program.compile."""
-    prefill_program.compile(cfg, params, state, block_tables, chunk)
+    prefill_program.compile(cfg, params, state, pack((block_tables, chunk)))

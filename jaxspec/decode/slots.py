@@ -15,9 +15,11 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 
 from jaxspec.decode.adaptive import Acceptance
+from jaxspec.decode.packed import Packed, pack
 from jaxspec.decode.state import DecodeState
 from jaxspec.sampling.processors.processor import resized
 from jaxspec.sampling.rows import STOPS, StateLayout, change_layout
@@ -67,7 +69,17 @@ def relaid(state: DecodeState, layout: StateLayout) -> DecodeState:
     )
 
 
-def _admit(rows: DecodeState, slots: jax.Array, new: Admission) -> DecodeState:
+def admit(rows: DecodeState, slots: np.ndarray, new: Admission) -> DecodeState:
+    """Fill slots of the rows, which are donated.
+
+    slots: int32 [n], out of range where a row of the Admission holds no request
+    new: NumPy arrays
+    """
+    return admit_packed(rows, pack((slots, new)))
+
+
+def _admit(rows: DecodeState, added: Packed) -> DecodeState:
+    slots, new = added.unpack()
     put = partial(_put, slots)
     return replace(
         rows,
@@ -105,8 +117,8 @@ def _put(slots: jax.Array, x: jax.Array, new: jax.Array) -> jax.Array:
     return x.at[slots].set(new, mode="drop")
 
 
-# slots: int32 [n], out of range where a row of the Admission holds no request.
-admit = jax.jit(_admit, donate_argnums=0)
+# added: (slots, new) of admit.
+admit_packed = jax.jit(_admit, donate_argnums=0)
 # sources: int32 [slots of the new batch], -1 for an idle slot.
 move = jax.jit(_move)
 # at: int32 [tiles], out of range for a tile that ends no prompt: it reads an arbitrary row, and the

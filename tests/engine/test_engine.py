@@ -7,12 +7,14 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxspec import LLM, SamplingParams, SpeculativeConfig
 from jaxspec.config import ConfigError, EngineConfig
+from jaxspec.decode import programs, slots
 from jaxspec.decode.verify import Verification
 from jaxspec.engine.metrics import SpecDecodeMetrics
 from jaxspec.engine.request import Request
@@ -407,6 +409,28 @@ def test_rounds_are_observed_with_the_requests_whose_rows_they_have() -> None:
     for request, tokens in seen.items():
         written = outputs[request.index].outputs[0].token_ids
         assert [written[0], *tokens][: len(written)] == written  # the first one is prefill's
+
+
+@pytest.mark.parametrize(
+    "params", [GREEDY, SamplingParams(0.5, top_p=0.9, stop_token_ids=[3], logit_bias={1: 2.0})]
+)
+def test_an_admission_and_a_prefill_copy_one_array_of_the_host_each(
+    params: SamplingParams, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each copy takes time before the first token."""
+    copied: list[int] = []
+
+    def counted(program: Any) -> Any:
+        def run(*args: Any) -> Any:
+            copied.append(sum(isinstance(x, np.ndarray) for x in jax.tree.leaves(args)))
+            return program(*args)
+
+        return run
+
+    monkeypatch.setattr(slots, "admit_packed", counted(slots.admit_packed))
+    monkeypatch.setattr(programs, "prefill_program", counted(programs.prefill_program))
+    assert engine().generate([1, 2, 3], params)[0].outputs[0].token_ids
+    assert copied == [1, 1]
 
 
 def test_an_engine_goes_on_from_a_state_made_elsewhere() -> None:

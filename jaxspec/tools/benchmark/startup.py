@@ -25,7 +25,7 @@ EVENTS = {
     "/jax/compilation_cache/cache_retrieval_time_sec": "from disk",
 }
 # The programs whose parts are counted: what they call while they are traced is part of them.
-LARGE = ("prefill", "decode_round_in_place", "decode_rounds")
+LARGE = ("prefill_packed", "decode_round_in_place", "decode_rounds")
 STAGES = ("single", "warmup", "rounds")
 PAUSE = 0.03  # seconds between two single requests, in which the device finishes what it has
 RUNS, ROUNDS = 5, 48  # of a batch, and of each run
