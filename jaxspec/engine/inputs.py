@@ -87,6 +87,8 @@ def encode(
     prompt = as_python(prompt)
     found = None if isinstance(prompt, Set) else items_of(prompt)
     listed, items = found is not None, found or []
+    if set(map(type, items)) == {int}:  # most often, and a prompt may have many
+        return items
     if items and all(isinstance(t, numbers.Integral) and not isinstance(t, bool) for t in items):
         return [int(t) for t in items]
     is_chat = bool(items) and all(isinstance(m, Mapping) for m in items)
