@@ -18,7 +18,7 @@ from jax import lax
 
 # Bytes of an array that is packed. A larger one, such as a bias for each token, is copied by
 # itself: packing it would copy it twice, and it would lose its own axes on several devices.
-MOST_BYTES = 1 << 14
+MOST_BYTES = 1 << 16
 WORD = 4  # bytes
 
 
@@ -28,10 +28,12 @@ class Form:
 
     tree: their structure, as jax.tree.structure returns it
     arrays: the shape and the dtype of each
+    zeros: the indices of those that are zeros, made by the program
     """
 
     tree: Any
     arrays: tuple[tuple[tuple[int, ...], np.dtype], ...]
+    zeros: frozenset[int]
 
 
 @struct.dataclass
@@ -50,7 +52,10 @@ class Packed:
     def unpack(self) -> Any:
         """Return the pytree that was packed, with the same bits."""
         arrays, large, at = [], iter(self.large), 0
-        for shape, dtype in self.form.arrays:
+        for index, (shape, dtype) in enumerate(self.form.arrays):
+            if index in self.form.zeros:
+                arrays.append(jnp.zeros(shape, dtype))
+                continue
             num_bytes = int(np.prod(shape)) * dtype.itemsize
             if num_bytes > MOST_BYTES:
                 arrays.append(next(large))
@@ -64,18 +69,21 @@ class Packed:
 def pack(tree: Any) -> Packed:
     """Return a pytree of NumPy arrays as one argument of a jitted program, which unpacks it.
 
-    Items have 1, 2 or 4 bytes; TypeError for others, which JAX would convert.
+    A jax.ShapeDtypeStruct stands for zeros, which need no copy. Items have 1, 2 or 4 bytes;
+    TypeError for others, which JAX would convert.
     """
     leaves, structure = jax.tree.flatten(tree)
-    arrays = [np.asarray(x) for x in leaves]
-    for x in arrays:
-        if x.itemsize > WORD:
+    zeros = frozenset(i for i, x in enumerate(leaves) if isinstance(x, jax.ShapeDtypeStruct))
+    leaves: list[Any] = [x if i in zeros else np.asarray(x) for i, x in enumerate(leaves)]
+    for x in leaves:
+        if x.dtype.itemsize > WORD:
             raise TypeError(f"pack: expected items of 1, 2 or 4 bytes, got {x.dtype}")
+    arrays = [x for i, x in enumerate(leaves) if i not in zeros]
     words = [_words(x) for x in arrays if x.nbytes <= MOST_BYTES]
     return Packed(
         np.concatenate(words) if words else np.zeros(0, np.uint32),  # type: ignore[arg-type]
-        tuple(x for x in arrays if x.nbytes > MOST_BYTES),  # type: ignore[arg-type]
-        Form(structure, tuple((x.shape, x.dtype) for x in arrays)),
+        tuple(x for x in arrays if x.nbytes > MOST_BYTES),
+        Form(structure, tuple((x.shape, x.dtype) for x in leaves), zeros),
     )
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import jax
@@ -23,6 +23,7 @@ from jaxspec.decode.mailboxes import given_addresses, launching
 from jaxspec.decode.packed import Packed, pack
 from jaxspec.decode.prefill import prefill
 from jaxspec.decode.round import decode_round, verify_and_commit
+from jaxspec.decode.slots import with_rows
 from jaxspec.decode.spread import EVERYWHERE, Specs, spread
 from jaxspec.decode.state import DecodeState, draft_context
 from jaxspec.decode.verify import Verification
@@ -170,8 +171,10 @@ def compile_round(
 def prefill_packed(
     cfg: RoundConfig, params: Params, state: DecodeState, inputs: Packed
 ) -> tuple[Verification, DecodeState]:
-    """Run prefill on (block_tables, chunk), which the host has packed."""
-    return prefill(cfg, params, state, *inputs.unpack())
+    """Run prefill on (block_tables, chunk, rows), which the host has packed; see run_prefill."""
+    block_tables, chunk, rows = inputs.unpack()
+    state = state if rows is None else with_rows(state, rows)
+    return prefill(cfg, params, state, block_tables, chunk)
 
 
 def result_and_state(arguments: tuple[Specs, ...]) -> Specs:
@@ -179,16 +182,29 @@ def result_and_state(arguments: tuple[Specs, ...]) -> Specs:
     return EVERYWHERE, arguments[1]
 
 
+def result_and_rows(arguments: tuple[Specs, ...]) -> Specs:
+    """Return the partition of (Verification, state); the argument may be without_rows."""
+    state = arguments[1]
+    draft = None if state.draft is None else _filled(state.draft)
+    return EVERYWHERE, replace(_filled(state), draft=draft, sampling=_filled(state.sampling))
+
+
+def _filled(specs: Any) -> Any:
+    """The partition of a dataclass whose fields without one are whole on each device."""
+    missing = [f.name for f in fields(specs) if getattr(specs, f.name) is None]
+    return replace(specs, **dict.fromkeys(missing, EVERYWHERE))
+
+
 def result_and_parts(arguments: tuple[Specs, ...]) -> Specs:
     """Return the partition of decode_round_in_place's results."""
     return EVERYWHERE, arguments[1], EVERYWHERE
 
 
-prefill_program = Program(prefill_packed, donate=2, results=result_and_state)
+prefill_program = Program(prefill_packed, donate=2, results=result_and_rows)
 round_program = Program(decode_round_in_place, donate=2, results=result_and_parts)
 verify_program = Program(verify_and_commit, donate=2, results=result_and_state)
 _eager_round = spread(decode_round, 1, result_and_state)
-_eager_prefill = spread(prefill, 1, result_and_state)
+_eager_prefill = spread(prefill_packed, 1, result_and_rows)
 
 
 @functools.cache
@@ -231,18 +247,20 @@ def run_prefill(
     state: DecodeState,
     block_tables: BlockTables,
     chunk: PromptChunk,
+    rows: DecodeState | None = None,
     *,
     compilation: str,
 ) -> tuple[Verification, DecodeState]:
     """Run one prefill chunk in the given compilation mode; see prefill.
 
     block_tables, chunk: NumPy arrays
+    rows: of slots.prefill_rows, for a state of slots.without_rows; None: the state has its rows
     """
+    inputs = pack((block_tables, chunk, rows))
     if compilation == "eager":
         with jax.disable_jit():
-            tables, chunk = jax.tree.map(jnp.asarray, (block_tables, chunk))
-            return _eager_prefill(cfg, params, state, tables, chunk)
-    return prefill_program(cfg, params, state, pack((block_tables, chunk)))
+            return _eager_prefill(cfg, params, state, jax.tree.map(jnp.asarray, inputs))
+    return prefill_program(cfg, params, state, inputs)
 
 
 def compile_prefill(
@@ -251,6 +269,7 @@ def compile_prefill(
     state: DecodeState,
     block_tables: BlockTables,
     chunk: PromptChunk,
+    rows: DecodeState | None = None,
 ) -> None:
     """Compile the program of a prefill chunk for these shapes; see Program.compile."""
-    prefill_program.compile(cfg, params, state, pack((block_tables, chunk)))
+    prefill_program.compile(cfg, params, state, pack((block_tables, chunk, rows)))

@@ -2,16 +2,19 @@
 
 The state always has as many slots as the batch bucket that runs, so that a round touches nothing
 else. When the bucket changes, one small program moves slots. Prefill works on a state of its own
-with a row per tile, a few tokens of one request. Its rows are taken from the slots, and put back
-where a tile ends a prompt. In every layer all keys and values are written before attention reads.
-So the tiles of one prompt see each other, and one shape serves any mixture of prompts. All programs
-here are small; they compile for each batch and prefill bucket.
+with a row per tile, a few tokens of one request. The host has these rows (PromptRows), so that no
+other program runs before a first token. Only the states of logits processors, which may be large,
+are written into the slots at admission, and taken from there. Rows come into the slots where a tile
+ends a prompt. In every layer all keys and values are written before attention reads. So the tiles
+of one prompt see each other, and one shape serves any mixture of prompts. All programs here are
+small; they compile for each batch and prefill bucket.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
-from functools import partial
+from dataclasses import fields, replace
+from functools import cache, partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,18 +28,23 @@ from jaxspec.sampling.processors.processor import resized
 from jaxspec.sampling.rows import STOPS, StateLayout, change_layout
 from jaxspec.sampling.state import SamplingState
 
+ADMISSIONS = 8  # slots that one call of admit fills
+
 
 @struct.dataclass
-class Admission:
-    """The host's part of the state of requests that get a slot; n slots are filled together.
+class PromptRows:
+    """The host's part of the rows of prefill; n tiles have one each.
+
+    The fields of DecodeState that a prompt's last tile brings into its slot, and of SamplingState
+    all but the states of logits processors.
 
     next_token:     int32 [n], the last token of a request that was preempted; 0 for a new one
     num_generated:  int32 [n], tokens that a preempted request has generated; 0 for a new one
     max_tokens:     int32 [n], see DecodeState
     stop_token_ids: int32 [n, stops], padded with -1
     draft_limit:    int32 [n], see DecodeState
-    sampling:       n rows of the sampling state
-    acceptance:     n rows of DecodeState.acceptance; None where that is None
+    sampling:       without processors
+    acceptance:     None where DecodeState.acceptance is None
     """
 
     next_token: jax.Array
@@ -69,30 +77,65 @@ def relaid(state: DecodeState, layout: StateLayout) -> DecodeState:
     )
 
 
-def admit(rows: DecodeState, slots: np.ndarray, new: Admission) -> DecodeState:
-    """Fill slots of the rows, which are donated.
+def prefill_rows(state: DecodeState, new: PromptRows) -> DecodeState:
+    """Return all rows of a prefill call but those of processors, for `pack`.
 
-    slots: int32 [n], out of range where a row of the Admission holds no request
+    new: NumPy arrays, a row per tile
+    """
+    (tiles,) = new.next_token.shape
+
+    def zeros(x: jax.Array) -> Any:
+        return _zeros((tiles, *x.shape[1:]), x.dtype)
+
+    draft = None if state.draft is None else replace(state.draft, caches=())
+    return DecodeState(
+        seq_lens=zeros(state.seq_lens),
+        next_token=new.next_token,
+        active=zeros(state.active),
+        num_generated=new.num_generated,
+        max_tokens=new.max_tokens,
+        stop_token_ids=new.stop_token_ids,
+        draft_limit=new.draft_limit,
+        sampling=new.sampling,
+        draft=jax.tree.map(zeros, draft),
+        target_caches=(),
+        acceptance=new.acceptance,
+        waited=None if state.waited is None else zeros(state.waited),
+    )
+
+
+_zeros = cache(jax.ShapeDtypeStruct)
+
+
+def without_rows(state: DecodeState, processors: dict[str, Any]) -> DecodeState:
+    """Return the caches of a state, with these rows of processors as its only rows."""
+    rows: dict[str, Any] = dict.fromkeys(f.name for f in fields(state))
+    draft: Any = state.draft
+    if draft is not None:
+        draft = replace(draft, **{f.name: None for f in fields(draft) if f.name != "caches"})
+    rows |= {"draft": draft, "target_caches": state.target_caches, "text": state.text}
+    rows["sampling"] = SamplingState(None, None, processors)  # type: ignore[arg-type]
+    return DecodeState(**rows)
+
+
+def with_rows(state: DecodeState, rows: DecodeState) -> DecodeState:
+    """Return the state that without_rows and prefill_rows have made two parts of."""
+    sampling = replace(rows.sampling, processors=state.sampling.processors)
+    return with_caches(replace(rows, sampling=sampling), state)
+
+
+def admit(processors: dict[str, Any], slots: np.ndarray, new: dict[str, Any]) -> dict[str, Any]:
+    """Write requests' rows of processors into their slots; the old ones are donated.
+
+    slots: int32 [ADMISSIONS], out of range where a row of `new` holds no request
     new: NumPy arrays
     """
-    return admit_packed(rows, pack((slots, new)))
+    return admit_packed(processors, pack((slots, new)))
 
 
-def _admit(rows: DecodeState, added: Packed) -> DecodeState:
+def _admit(processors: dict[str, Any], added: Packed) -> dict[str, Any]:
     slots, new = added.unpack()
-    put = partial(_put, slots)
-    return replace(
-        rows,
-        active=rows.active.at[slots].set(False, mode="drop"),
-        next_token=put(rows.next_token, new.next_token),
-        num_generated=put(rows.num_generated, new.num_generated),
-        max_tokens=put(rows.max_tokens, new.max_tokens),
-        stop_token_ids=put(rows.stop_token_ids, new.stop_token_ids),
-        draft_limit=put(rows.draft_limit, new.draft_limit),
-        sampling=jax.tree.map(put, rows.sampling, new.sampling),
-        acceptance=jax.tree.map(put, rows.acceptance, new.acceptance),
-        waited=None if rows.waited is None else put(rows.waited, jnp.zeros_like(slots)),
-    )
+    return jax.tree.map(partial(_put, slots), processors, new)
 
 
 def _move(rows: DecodeState, sources: jax.Array) -> DecodeState:
@@ -100,9 +143,8 @@ def _move(rows: DecodeState, sources: jax.Array) -> DecodeState:
     return replace(moved, active=moved.active & (sources >= 0))
 
 
-def _take(rows: DecodeState, at: jax.Array) -> DecodeState:
-    taken = jax.tree.map(lambda x: x[jnp.minimum(at, x.shape[0] - 1)], rows)
-    return replace(taken, active=jnp.zeros_like(taken.active))
+def _take(processors: dict[str, Any], at: jax.Array) -> dict[str, Any]:
+    return jax.tree.map(lambda x: x[jnp.minimum(at, x.shape[0] - 1)], processors)
 
 
 def _put_back(rows: DecodeState, at: jax.Array, taken: DecodeState) -> DecodeState:

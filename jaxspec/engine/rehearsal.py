@@ -8,7 +8,7 @@ of jaxspec.decode.slots too, which run on rows of zeros.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -17,7 +17,7 @@ import numpy as np
 from jaxspec.config import RoundConfig
 from jaxspec.decode import programs, slots
 from jaxspec.decode import several_rounds as rounds
-from jaxspec.decode.slots import Admission
+from jaxspec.decode.slots import PromptRows
 from jaxspec.decode.state import DecodeState
 from jaxspec.drafts.drafter import PromptChunk
 from jaxspec.engine.variants import PrefillShape, RoundShape, Variant
@@ -49,7 +49,7 @@ class RoundRehearsal:
 class PrefillRehearsal:
     """A prefill call.
 
-    slots, block_tables, chunk: of idle tiles
+    slots, block_tables, chunk, rows: of idle tiles
     """
 
     shape: PrefillShape
@@ -58,10 +58,25 @@ class PrefillRehearsal:
     slots: np.ndarray
     block_tables: Any
     chunk: PromptChunk
+    rows: PromptRows
 
-    def compile(self, params: Params, state: DecodeState) -> None:
-        """Compile the program for these weights and the shapes of a state, a row a tile."""
-        programs.compile_prefill(self.cfg, params, state, self.block_tables, self.chunk)
+    def taken(self, processors: dict[str, Any]) -> dict[str, Any]:
+        """Return the rows of processors that a call takes."""
+        return slots.take(processors, self.slots) if processors else {}
+
+    def compile(self, params: Params, state: DecodeState, processors: dict[str, Any]) -> None:
+        """Compile the program for these weights and the shapes of a state.
+
+        processors: taken
+        """
+        programs.compile_prefill(
+            self.cfg,
+            params,
+            slots.without_rows(state, jax.tree.map(shape_of, processors)),
+            self.block_tables,
+            self.chunk,
+            slots.prefill_rows(state, self.rows),
+        )
 
 
 @dataclass(frozen=True)
@@ -72,14 +87,14 @@ class Rehearsal:
     state: the shapes of the present state, a ShapeDtypeStruct for each array
     batches: the sizes that the batch moves through
     layout: the sampling state's after that
-    admission: of no request
+    processors: rows of no request, as an admission writes them
     """
 
     params: Params
     state: DecodeState
     batches: Sequence[int]
     layout: StateLayout
-    admission: Admission
+    processors: dict[str, Any]
     prefills: Sequence[PrefillRehearsal]
     rounds: RoundRehearsal
 
@@ -90,13 +105,15 @@ class Rehearsal:
             rows = slots.move(rows, np.full(batch, -1, np.int32))
         rows = slots.relaid(rows, self.layout)
         batch = rows.active.shape[0]
-        at = np.full(self.admission.next_token.shape[0], batch, np.int32)
-        rows = slots.admit(rows, at, self.admission)
+        if self.processors:
+            at = np.full(slots.ADMISSIONS, batch, np.int32)
+            processors = slots.admit(rows.sampling.processors, at, self.processors)
+            rows = replace(rows, sampling=replace(rows.sampling, processors=processors))
         slots.deactivate(_zeros(shape_of(rows.active)), np.zeros(batch, bool))
         for prefill in self.prefills:
-            taken = slots.take(rows, prefill.slots)
-            prefill.compile(self.params, with_caches_of(taken, self.state))
-            rows = slots.put_back(rows, prefill.slots, taken)
+            taken = prefill.taken(rows.sampling.processors)
+            prefill.compile(self.params, with_caches_of(rows, self.state), taken)
+            rows = slots.put_back(rows, prefill.slots, _result(rows, taken, len(prefill.slots)))
         self.rounds.compile(self.params, with_caches_of(rows, self.state))
         return [(each.shape, each.variant) for each in (*self.prefills, self.rounds)]
 
@@ -110,6 +127,16 @@ def shape_of(x: jax.Array) -> jax.ShapeDtypeStruct:
     """Return the shape of an array, with its sharding where that is fixed."""
     sharding = x.sharding if x.committed else None
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding, weak_type=x.weak_type)
+
+
+def _result(rows: DecodeState, processors: dict[str, Any], num_tiles: int) -> DecodeState:
+    """Return the rows of a prefill call's result: zeros, and these of processors."""
+
+    def zeros(x: jax.Array) -> jax.Array:
+        return _zeros(shape_of(x).update(shape=(num_tiles, *x.shape[1:])))
+
+    result = jax.tree.map(zeros, replace(rows, sampling=replace(rows.sampling, processors={})))
+    return replace(result, sampling=replace(result.sampling, processors=processors))
 
 
 def _zeros(x: jax.ShapeDtypeStruct) -> jax.Array:

@@ -43,7 +43,7 @@ from jaxspec.decode import mailboxes, programs, slots
 from jaxspec.decode import several_rounds as rounds
 from jaxspec.decode import state as decode_state
 from jaxspec.decode.several_rounds import RoundProgram
-from jaxspec.decode.slots import Admission
+from jaxspec.decode.slots import ADMISSIONS, PromptRows
 from jaxspec.decode.spread import everywhere, shardings, spread
 from jaxspec.decode.state import DecodeState
 from jaxspec.decode.verify import Verification
@@ -60,7 +60,6 @@ from jaxspec.engine.rehearsal import (
     Rehearsal,
     RoundRehearsal,
     shape_of,
-    with_caches_of,
 )
 from jaxspec.engine.request import Request
 from jaxspec.engine.round_configs import GREEDY, ConfigKey, RoundConfigs
@@ -88,7 +87,6 @@ from jaxspec.sampling.rows import STOPS, StateLayout, features_of, sampling_rows
 
 logger = logging.getLogger(__name__)
 
-ADMISSIONS = 8  # slots that one call of slots.admit fills
 # Rounds that a mixture of features runs in a program with more of them, before its own is compiled.
 EXACT_AFTER = 256
 # The methods of ModelRunner that use the devices. Their arguments are plain data.
@@ -117,6 +115,7 @@ class PrefillTiles:
     start:             int32 [tiles], position of the first token
     num_tokens:        int32 [tiles], tokens that are real; 0 for an idle tile
     next_prompt_token: int32 [tiles], the known token after the tile, -1 where the prompt ends
+    rows:              a row for each tile
     """
 
     slots: np.ndarray
@@ -125,6 +124,7 @@ class PrefillTiles:
     start: np.ndarray
     num_tokens: np.ndarray
     next_prompt_token: np.ndarray
+    rows: PromptRows
 
     @property
     def chunk(self) -> PromptChunk:
@@ -134,15 +134,16 @@ class PrefillTiles:
 
     @classmethod
     def idle(
-        cls, num_tiles: int, prefill_tile: int, num_slots: int, block_tables: Any
+        cls, prefill_tile: int, num_slots: int, block_tables: Any, rows: PromptRows
     ) -> PrefillTiles:
         """Return tiles that hold no request; the caller fills in those that do."""
+        (num_tiles,) = rows.next_token.shape
 
         def column(value: int) -> np.ndarray:
             return np.full(num_tiles, value, np.int32)
 
         tokens = np.zeros((num_tiles, prefill_tile), np.int32)
-        return cls(column(num_slots), block_tables, tokens, column(0), column(0), column(-1))
+        return cls(column(num_slots), block_tables, tokens, column(0), column(0), column(-1), rows)
 
 
 @dataclass(eq=False)
@@ -493,43 +494,55 @@ class ModelRunner:
         return self._relays[key](rows)
 
     def _admit(self, requests: Sequence[Request]) -> None:
-        idle = ADMISSIONS - len(requests)
-        at = np.asarray([*map(slot_of, requests), *[self.num_slots] * idle], np.int32)
-        self._write_rows(at, self._admission(requests, self._layout))
+        if self._layout.held:
+            idle = ADMISSIONS - len(requests)
+            at = np.asarray([*map(slot_of, requests), *[self.num_slots] * idle], np.int32)
+            self._write_rows(at, self._processor_rows(requests, self._layout))
 
-    def _write_rows(self, at: np.ndarray, new: Admission) -> None:
-        self._set_rows(slots.admit(slots.without_caches(self.state), at, new))
+    def _write_rows(self, at: np.ndarray, new: dict[str, Any]) -> None:
+        sampling = self.state.sampling
+        processors = slots.admit(sampling.processors, at, new)
+        self.state = replace(self.state, sampling=replace(sampling, processors=processors))
 
-    def _admission(self, requests: Sequence[Request], layout: StateLayout) -> Admission:
-        """Return NumPy rows of these requests, and idle rows up to ADMISSIONS."""
-        idle = ADMISSIONS - len(requests)
+    def _processor_rows(self, requests: Sequence[Request], layout: StateLayout) -> dict[str, Any]:
+        """Return NumPy rows of the processors' states, and idle rows up to ADMISSIONS."""
+        return sampling_rows(layout, _sampled(requests), batch=ADMISSIONS).processors
+
+    def _prompt_rows(
+        self, requests: Sequence[Request], size: int, layout: StateLayout
+    ) -> PromptRows:
+        """Return NumPy rows of the requests that tiles belong to, and idle rows up to `size`."""
+        each = list(dict.fromkeys(requests))
         (width,) = layout.sizes[STOPS]
-        ends = np.full((ADMISSIONS, width), -1, np.int32)
-        for row, request in enumerate(requests):
-            ends[row, : len(request.stop_token_ids)] = request.stop_token_ids
+        ends = np.full((len(each) + 1, width), -1, np.int32)
+        for row, request in enumerate(each):
+            # One that there was no memory for may have more.
+            own = request.stop_token_ids[:width]
+            ends[row, : len(own)] = own
 
         def column(value: Callable[[Request], int]) -> Any:
-            return np.asarray([*map(value, requests), *[0] * idle], np.int32)
+            return np.asarray([*map(value, each), 0], np.int32)
 
-        sampled = [
-            SampledRequest(r.params, r.seed, r.prompt_token_ids, r.token_ids) for r in requests
-        ]
-        return Admission(
+        rows = PromptRows(
             next_token=column(lambda r: r.all_token_ids[-1] if r.num_generated else 0),
             num_generated=column(lambda r: r.num_generated),
             max_tokens=column(lambda r: r.max_tokens),
             stop_token_ids=ends,  # type: ignore[arg-type]
             draft_limit=column(lambda r: r.draft_limit),
-            sampling=sampling_rows(layout, sampled, batch=ADMISSIONS),
+            sampling=sampling_rows(layout.hold(GREEDY), _sampled(each), batch=len(each) + 1),
             acceptance=rows_of(
-                [r.acceptance for r in requests],
-                ADMISSIONS,
+                [r.acceptance for r in each],
+                len(each) + 1,
                 self.num_speculative_tokens,
                 has_fallback=self.configs.greedy.fallback is not None,
             )
             if self.adapts
             else None,
         )
+        row_of = {request: row for row, request in enumerate(each)}
+        idle = [len(each)] * (size - len(requests))
+        at = np.asarray([*(row_of[r] for r in requests), *idle])
+        return jax.tree.map(lambda x: x[at], rows)
 
     # --- programs --------------------------------------------------------------------------------
 
@@ -549,8 +562,12 @@ class ModelRunner:
             rows.append(range(first, len(placed)))
         size = self.buckets.tiles(len(placed))
         pages = self.buckets.pages(max(chunk.request.num_pages for chunk in chunks))
-        tables = self.tables.for_prefill([chunk.request for chunk, _ in placed], size, pages)
-        tiles = PrefillTiles.idle(size, tile, self.num_slots, tables)
+        serving = self._serve_prefill(features, PrefillShape(self.num_slots, size, pages))
+        self._set_layout(serving.layout)
+        owners = [chunk.request for chunk, _ in placed]
+        tables = self.tables.for_prefill(owners, size, pages)
+        prompts = self._prompt_rows(owners, size, self._layout)
+        tiles = PrefillTiles.idle(tile, self.num_slots, tables, prompts)
         for row, (chunk, offset) in enumerate(placed):
             end = offset + tile
             part = chunk.token_ids[offset:end]
@@ -560,20 +577,21 @@ class ModelRunner:
             tiles.next_prompt_token[row] = chunk.next_token if is_last else chunk.token_ids[end]
             if is_last and chunk.ends:
                 tiles.slots[row] = slot_of(chunk.request)
-        serving = self._serve_prefill(features, PrefillShape(self.num_slots, size, pages))
-        self._set_layout(serving.layout)
         verification = self._prefill(serving.cfg, tiles)
         serving.noted()
         return verification, rows
 
     def _prefill(self, cfg: RoundConfig, tiles: PrefillTiles) -> Verification:
-        rows = slots.take(slots.without_caches(self.state), tiles.slots)
+        processors = self.state.sampling.processors
+        if processors:
+            processors = slots.take(processors, tiles.slots)
         verification, after = programs.run_prefill(
             cfg,
             self.params,
-            slots.with_caches(rows, self.state),
+            slots.without_rows(self.state, processors),
             tiles.block_tables,
             tiles.chunk,
+            slots.prefill_rows(self.state, tiles.rows),
             compilation=self.config.compilation,
         )
         rows = slots.put_back(
@@ -848,7 +866,7 @@ class ModelRunner:
             jax.tree.map(shape_of, self.state),
             _path(buckets, self.num_slots, shape.batch),
             layout,
-            self._admission([], layout),
+            self._processor_rows([], layout),
             [self._prefill_rehearsal(of_prefill, each) for each in prefills],
             self._round_rehearsal(variant, shape),
         )
@@ -865,16 +883,21 @@ class ModelRunner:
         )
 
     def _prefill_rehearsal(self, variant: Variant, shape: PrefillShape) -> PrefillRehearsal:
-        tables = self.tables.idle(shape.tiles, shape.pages)
-        tiles = PrefillTiles.idle(shape.tiles, self.prefill_tile, shape.batch, tables)
+        tiles = self._idle_tiles(shape, variant.layout(self._needed))
         return PrefillRehearsal(
             shape,
             variant,
             self.configs.get(variant.features),
             tiles.slots,
-            tables,
+            tiles.block_tables,
             tiles.chunk,
+            tiles.rows,
         )
+
+    def _idle_tiles(self, shape: PrefillShape, layout: StateLayout) -> PrefillTiles:
+        tables = self.tables.idle(shape.tiles, shape.pages)
+        rows = self._prompt_rows([], shape.tiles, layout)
+        return PrefillTiles.idle(self.prefill_tile, shape.batch, tables, rows)
 
     def _compile_exact(
         self, features: SamplingFeatures, shape: RoundShape, limits_drafts: bool
@@ -1005,8 +1028,8 @@ class ModelRunner:
                 elif (key := (each.prefill, shape.tiles, shape.pages)) not in prefills:
                     prefills.add(key)
                     prefill = self._prefill_rehearsal(each.prefill, shape)
-                    rows = slots.take(slots.without_caches(self.state), prefill.slots)
-                    yield partial(prefill.compile, self.params, with_caches_of(rows, state))
+                    taken = prefill.taken(self.state.sampling.processors)
+                    yield partial(prefill.compile, self.params, state, taken)
 
     def _run_idle(self, each: Warmed, shape: RoundShape | PrefillShape) -> None:
         """Run a program once, on idle slots."""
@@ -1015,8 +1038,7 @@ class ModelRunner:
             jax.block_until_ready(self._round(self._round_cfg(each.rounds, shape), tables))
             self._variants.add(shape, each.rounds)
             return
-        tables = self.tables.idle(shape.tiles, shape.pages)
-        tiles = PrefillTiles.idle(shape.tiles, self.prefill_tile, shape.batch, tables)
+        tiles = self._idle_tiles(shape, self._layout)
         self._prefill(self.configs.get(each.prefill.features), tiles)
         self._variants.add(shape, each.prefill)
 
@@ -1082,6 +1104,10 @@ def _no_memory(params: SamplingParams, error: Exception) -> ConfigError:
         "sampling_params: expected memory for the request's features "
         f"({', '.join(sorted(features_of([params]).processors)) or 'none'}), got {reason}"
     )
+
+
+def _sampled(requests: Sequence[Request]) -> list[SampledRequest]:
+    return [SampledRequest(r.params, r.seed, r.prompt_token_ids, r.token_ids) for r in requests]
 
 
 def slot_of(request: Request) -> int:

@@ -82,6 +82,16 @@ def test_one_program_serves_arrays_of_one_form() -> None:
     assert program._cache_size() == 4  # type: ignore[attr-defined]
 
 
+def test_the_program_makes_zeros() -> None:
+    shapes = [jax.ShapeDtypeStruct((2, 3), bool), jax.ShapeDtypeStruct((70_000,), np.float32)]
+    one = np.asarray([1], np.int32)
+    packed = pack([shapes[0], one, shapes[1], one])
+    assert len(jax.tree.leaves(packed)) == 1 and packed.words.shape == (2,)
+    found = unpacked(packed)
+    assert [x.tolist() for x in found[:2]] == [[[False] * 3] * 2, [1]] and found[3] == 1
+    assert found[2].shape == (70_000,) and not found[2].any()
+
+
 @pytest.mark.parametrize("dtype", ["int64", "float64", "complex64"])
 def test_items_that_jax_would_convert_are_refused(dtype: str) -> None:
     with pytest.raises(TypeError, match=f"expected items of 1, 2 or 4 bytes, got {dtype}"):

@@ -4,16 +4,26 @@ drafts."""
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from jaxspec.decode import programs, slots
 from jaxspec.decode import state as decode_state
 from jaxspec.decode.round import allowed_drafts, limit_drafts
 from jaxspec.drafts.autoregressive import Proposal
-from tests.support.tiny import agreeing_model, block_tables, random_prompts, sampling_state, start
+from tests.support.tiny import (
+    agreeing_model,
+    block_tables,
+    pad_chunk,
+    random_prompts,
+    sampling_state,
+    start,
+)
 
 K = 3
 
@@ -52,12 +62,58 @@ def test_only_tiles_that_end_a_prompt_come_back() -> None:
     )
     rows = slots.without_caches(state)
     at = np.asarray([3, 1], np.int32)  # 3 rows: the first tile ends nothing
-    taken = slots.take(rows, at)
-    assert not taken.active.any() and taken.next_token[1] == rows.next_token[1]
+    taken = slots.take({"rows": rows}, at)["rows"]
+    assert taken.next_token[1] == rows.next_token[1]
+    taken = replace(taken, active=jnp.zeros_like(taken.active))
     before = [np.asarray(x) for x in jax.tree.leaves(rows)]
     after = slots.put_back(rows, at, replace(taken, next_token=taken.next_token + 100))
     assert after.next_token.tolist() == [before[1][0], before[1][1] + 100, before[1][2]]
     assert after.active.tolist() == [True, False, True]
+
+
+@pytest.mark.parametrize("compilation", ["round", "eager"])
+def test_prefill_makes_the_same_of_rows_that_the_host_has(compilation: str) -> None:
+    """The second request was preempted after two tokens; the third ends at its first one."""
+    model = agreeing_model("eagle3")
+    cfg = model.round_config(K, max_num_verify_tokens=8)
+    tables, num_blocks = block_tables(3, cfg)
+    chunk = pad_chunk(random_prompts((5, 9, 2)), 0, 9)
+    ints = partial(np.asarray, dtype=np.int32)
+    own: Any = {
+        "next_token": ints([0, 7, 0]),
+        "num_generated": ints([0, 2, 0]),
+        "max_tokens": ints([9, 8, 1]),
+        "stop_token_ids": ints([[1, -1], [-1, -1], [2, 3]]),
+        "draft_limit": ints([K, 1, 2]),
+    }
+    sampling = jax.tree.map(np.asarray, sampling_state([1, 2, 3], 0.7))
+    results = []
+    for of_host in (False, True):
+        state = decode_state.init_state(
+            cfg,
+            sampling_state([1, 2, 3], 0.7),
+            jnp.asarray(own["max_tokens"]),
+            jnp.asarray(own["stop_token_ids"]),
+            num_blocks,
+            dtype=jnp.float32,
+            cache_dtype=jnp.float32,
+        )
+        rows = None
+        if of_host:
+            rows = slots.prefill_rows(state, slots.PromptRows(**own, sampling=sampling))
+            state = slots.without_rows(state, {})
+        else:
+            state = replace(state, **jax.tree.map(jnp.asarray, own))
+        results.append(
+            programs.run_prefill(
+                cfg, model.params, state, tables, chunk, rows, compilation=compilation
+            )
+        )
+    assert jax.tree.structure(results[0]) == jax.tree.structure(results[1])
+    jax.tree.map(np.testing.assert_array_equal, *results)
+    verification, state = results[1]
+    assert verification.num_sampled.tolist() == [1, 0, 1]
+    assert state.active.tolist() == [True, True, False] and state.next_token[1] == 7
 
 
 def test_drafts_past_a_requests_own_number_and_past_the_drafts_context_are_placeholders() -> None:

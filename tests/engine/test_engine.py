@@ -411,26 +411,41 @@ def test_rounds_are_observed_with_the_requests_whose_rows_they_have() -> None:
         assert [written[0], *tokens][: len(written)] == written  # the first one is prefill's
 
 
-@pytest.mark.parametrize(
-    "params", [GREEDY, SamplingParams(0.5, top_p=0.9, stop_token_ids=[3], logit_bias={1: 2.0})]
-)
-def test_an_admission_and_a_prefill_copy_one_array_of_the_host_each(
-    params: SamplingParams, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each copy takes time before the first token."""
-    copied: list[int] = []
+PROCESSED = SamplingParams(0.5, top_p=0.9, stop_token_ids=[3], logit_bias={1: 2.0})
 
-    def counted(program: Any) -> Any:
+
+@pytest.mark.parametrize(
+    ("params", "expected"),
+    [
+        (GREEDY, ["prefill_program"]),
+        (SamplingParams(0.5), ["prefill_program"]),
+        (PROCESSED, ["admit_packed", "take", "prefill_program"]),
+    ],
+    ids=["greedy", "sampled", "processed"],
+)
+def test_few_programs_with_one_array_of_the_host_each_run_before_a_first_token(
+    params: SamplingParams, expected: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each program and each copy takes time before the first token."""
+    llm, launched = engine(), []
+    llm.generate([1, 2, 3], params)
+
+    def noted(module: Any, name: str) -> None:
+        program = getattr(module, name)
+
         def run(*args: Any) -> Any:
-            copied.append(sum(isinstance(x, np.ndarray) for x in jax.tree.leaves(args)))
+            arrays = [x for x in jax.tree.leaves(args) if isinstance(x, np.ndarray)]
+            assert len(arrays) == 1, name
+            launched.append(name)
             return program(*args)
 
-        return run
+        monkeypatch.setattr(module, name, run)
 
-    monkeypatch.setattr(slots, "admit_packed", counted(slots.admit_packed))
-    monkeypatch.setattr(programs, "prefill_program", counted(programs.prefill_program))
-    assert engine().generate([1, 2, 3], params)[0].outputs[0].token_ids
-    assert copied == [1, 1]
+    for name in ("admit_packed", "take", "move", "deactivate"):
+        noted(slots, name)
+    noted(programs, "prefill_program")
+    assert next(llm.stream([1, 2, 3], params)).token_ids
+    assert launched == expected
 
 
 def test_an_engine_goes_on_from_a_state_made_elsewhere() -> None:
