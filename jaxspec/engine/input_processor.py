@@ -98,7 +98,7 @@ class InputProcessor:
 
         ConfigError for parameters whose assigned values exclude each other.
         """
-        params = replace(params)
+        params = params.checked_copy()
         if not params.bad_words:
             return params
         found = dict.fromkeys((*params.bad_words_token_ids, *self._encode_words(params.bad_words)))

@@ -161,6 +161,17 @@ class SamplingParams:
     def _set(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)
 
+    def checked_copy(self) -> SamplingParams:
+        """Return a copy that no assignment to these parameters changes.
+
+        ConfigError for fields that exclude each other.
+        """
+        copied = copy.copy(self)
+        # Each other field was checked when it was set, and holds nothing that can change.
+        copied._set("logit_bias", _biases(self.logit_bias))
+        copied._check_relations()
+        return copied
+
     def clone(self) -> SamplingParams:
         """Return a copy that shares nothing with these parameters that can change."""
         return copy.deepcopy(self)

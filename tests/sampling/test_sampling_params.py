@@ -6,7 +6,7 @@ from __future__ import annotations
 import copy
 import math
 import warnings
-from dataclasses import fields, replace
+from dataclasses import fields
 from typing import Any
 
 import jax
@@ -368,10 +368,10 @@ def test_assignments_may_come_in_any_order() -> None:
         setattr(params, name, value)
         assert params.clone() == params  # a copy, as it is
         if sentence is None:
-            replace(params)
+            params.checked_copy()
             continue
         with pytest.raises(ConfigError, match=sentence):
-            replace(params)
+            params.checked_copy()
     expected = {"temperature": 0, "min_tokens": 20, "max_tokens": 30}
     assert params == SamplingParams(**expected, allowed_token_ids=[3], banned_token_ids=[4])
 
