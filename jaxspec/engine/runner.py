@@ -506,43 +506,44 @@ class ModelRunner:
 
     def _processor_rows(self, requests: Sequence[Request], layout: StateLayout) -> dict[str, Any]:
         """Return NumPy rows of the processors' states, and idle rows up to ADMISSIONS."""
-        return sampling_rows(layout, _sampled(requests), batch=ADMISSIONS).processors
+        sampled = [*map(_sampled, requests)]
+        return sampling_rows(layout, sampled, batch=ADMISSIONS).processors
 
     def _prompt_rows(
         self, requests: Sequence[Request], size: int, layout: StateLayout
     ) -> PromptRows:
         """Return NumPy rows of the requests that tiles belong to, and idle rows up to `size`."""
-        each = list(dict.fromkeys(requests))
         (width,) = layout.sizes[STOPS]
-        ends = np.full((len(each) + 1, width), -1, np.int32)
-        for row, request in enumerate(each):
-            # One that there was no memory for may have more.
-            own = request.stop_token_ids[:width]
-            ends[row, : len(own)] = own
 
-        def column(value: Callable[[Request], int]) -> Any:
-            return np.asarray([*map(value, each), 0], np.int32)
+        def integers(r: Request) -> list[int]:
+            stops = r.stop_token_ids[:width]  # more only where there was no memory for them
+            last = r.all_token_ids[-1] if r.num_generated else 0
+            padding = [-1] * (width - len(stops))
+            return [last, r.num_generated, r.max_tokens, r.draft_limit, *stops, *padding]
 
-        rows = PromptRows(
-            next_token=column(lambda r: r.all_token_ids[-1] if r.num_generated else 0),
-            num_generated=column(lambda r: r.num_generated),
-            max_tokens=column(lambda r: r.max_tokens),
-            stop_token_ids=ends,  # type: ignore[arg-type]
-            draft_limit=column(lambda r: r.draft_limit),
-            sampling=sampling_rows(layout.hold(GREEDY), _sampled(each), batch=len(each) + 1),
+        # Few arrays and calls: a first token waits for this.
+        found = {r: (integers(r), _sampled(r)) for r in dict.fromkeys(requests)}
+        idle = [0, 0, 0, 0, *[-1] * width]
+        rows = [*(found[r][0] for r in requests), *[idle] * (size - len(requests))]
+        table: Any = np.asarray(rows, np.int32)
+        return PromptRows(
+            next_token=table[:, 0],
+            num_generated=table[:, 1],
+            max_tokens=table[:, 2],
+            stop_token_ids=table[:, 4:],
+            draft_limit=table[:, 3],
+            sampling=sampling_rows(
+                layout.hold(GREEDY), [found[r][1] for r in requests], batch=size
+            ),
             acceptance=rows_of(
-                [r.acceptance for r in each],
-                len(each) + 1,
+                [r.acceptance for r in requests],
+                size,
                 self.num_speculative_tokens,
                 has_fallback=self.configs.greedy.fallback is not None,
             )
             if self.adapts
             else None,
         )
-        row_of = {request: row for row, request in enumerate(each)}
-        idle = [len(each)] * (size - len(requests))
-        at = np.asarray([*(row_of[r] for r in requests), *idle])
-        return jax.tree.map(lambda x: x[at], rows)
 
     # --- programs --------------------------------------------------------------------------------
 
@@ -1106,8 +1107,8 @@ def _no_memory(params: SamplingParams, error: Exception) -> ConfigError:
     )
 
 
-def _sampled(requests: Sequence[Request]) -> list[SampledRequest]:
-    return [SampledRequest(r.params, r.seed, r.prompt_token_ids, r.token_ids) for r in requests]
+def _sampled(request: Request) -> SampledRequest:
+    return SampledRequest(request.params, request.seed, request.prompt_token_ids, request.token_ids)
 
 
 def slot_of(request: Request) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -160,24 +161,28 @@ def sampling_rows(
     The structure depends on the layout alone, which may hold more than these requests need.
     """
     idle = (batch or len(requests)) - len(requests)
-    rows = [_row(layout, request) for request in requests]
-    if idle:
-        rows += [_row(layout, IDLE)] * idle
-    return jax.tree.map(lambda *x: np.stack(x), *rows)
-
-
-def _row(layout: StateLayout, request: SampledRequest) -> SamplingState:
-    """One request's row, without the batch axis."""
-    halves = [request.seed >> 32 & 0xFFFFFFFF, request.seed & 0xFFFFFFFF]
+    everyone = [*requests, *[IDLE] * idle]
+    keys = [(r.seed >> 32 & 0xFFFFFFFF, r.seed & 0xFFFFFFFF) for r in everyone]
+    processors = {}
+    if layout.held:
+        rows = [_processor_states(layout, request) for request in requests]
+        if idle:
+            rows += [_processor_states(layout, IDLE)] * idle
+        processors = jax.tree.map(lambda *x: np.stack(x), *rows)
     return SamplingState(
-        keys=np.array(halves, np.uint32),  # type: ignore[arg-type]
-        temperature=np.float32(request.params.temperature),  # type: ignore[arg-type]
-        processors={
-            p.name: p.init(request, layout.vocabulary, layout.sizes[p.name])
-            for p in PROCESSORS
-            if p.name in layout.held
-        },
+        keys=np.asarray(keys, np.uint32),  # type: ignore[arg-type]
+        temperature=np.asarray([r.params.temperature for r in everyone], np.float32),  # type: ignore[arg-type]
+        processors=processors,
     )
+
+
+def _processor_states(layout: StateLayout, request: SampledRequest) -> dict[str, Any]:
+    """The row of one request, without the batch axis."""
+    return {
+        p.name: p.init(request, layout.vocabulary, layout.sizes[p.name])
+        for p in PROCESSORS
+        if p.name in layout.held
+    }
 
 
 def most_slot_bytes(vocabulary: Vocabulary, pieces: int = 1) -> int:
