@@ -230,15 +230,20 @@ def test_long_and_many_words_change_no_neighbour_and_the_engine_goes_on_after_th
     assert recent.shape == (2, 31)
 
 
-@pytest.mark.parametrize("where", ["row", "arrays"])
+@pytest.mark.parametrize(("where", "tokens"), [("row", 32), ("arrays", 32), ("arrays", 128)])
 def test_a_request_without_memory_for_its_words_fails_alone(
-    where: str, monkeypatch: pytest.MonkeyPatch
+    where: str, tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On the host (its row) and on the device (larger arrays for all)."""
-    llm = engine(max_num_seqs=3, batch_buckets=(4,))
+    """On the host (its row) and on the device (larger arrays for all).
+
+    tokens: of a prefill call, with room for one of the prompts or for all
+    """
+    llm = engine(max_num_seqs=3, batch_buckets=(4,), max_num_batched_tokens=tokens)
     short = SamplingParams(0.0, max_tokens=8, bad_words_token_ids=PAIRS[:4])
     plain = SamplingParams(0.0, max_tokens=8)
-    huge = SamplingParams(0.0, max_tokens=8, bad_words_token_ids=PAIRS)
+    # It has more stop tokens than the arrays of the others have columns.
+    stops = range(15, V)
+    huge = SamplingParams(0.0, max_tokens=8, bad_words_token_ids=PAIRS, stop_token_ids=stops)
     prompts = [PROMPTS[0], PROMPTS[1], PROMPTS[1]]
     params = [short, huge, plain]
     expected = [llm.generate(*both)[0].token_ids for both in zip(prompts, params, strict=True)]
@@ -255,7 +260,8 @@ def test_a_request_without_memory_for_its_words_fails_alone(
         patch.setattr(BadWords, name, broken)
         llm.generate(PROMPTS[0], short)  # so that arrays of words exist and have to grow
         first = llm.generate(prompts, params)
-    assert [o.token_ids for o in first] == [expected[0], [], expected[2]]
+    assert [first[0].token_ids, first[2].token_ids] == [expected[0], expected[2]]
+    assert len(first[1].token_ids) == (tokens == 128)  # its prompt was prefilled
     assert [o.outputs[0].finish_reason for o in first] == ["length", "error", "length"]
     assert str(first[1].outputs[0].error) == (
         "sampling_params: expected memory for the request's features (bad_words), got no room"
