@@ -300,8 +300,8 @@ class LLM:
         engine: the other fields of EngineConfig. vLLM's keywords without a setting here are
             accepted with the values that change nothing (jaxspec/config/keys.py).
 
-        Compiled programs are kept on disk (JAXSPEC_CACHE or ~/.cache/jaxspec), unless
-        JAX_COMPILATION_CACHE_DIR names another folder. Raises ConfigError, one sentence, for
+        Compiled programs and lowered kernels are kept on disk (JAXSPEC_CACHE or ~/.cache/jaxspec),
+        unless JAX_COMPILATION_CACHE_DIR names another folder. Raises ConfigError, one sentence, for
         anything that cannot be loaded or does not fit.
         """
         if target is None:

@@ -1,8 +1,9 @@
 """Functions around kernels, which Mosaic lowers once for all programs of a process.
 
-Lowering a kernel takes Python 0.1 to 0.6 s under its lock. An engine compiles a hundred programs of
-the same two dozen kernels. So such a function is exported once for each shape of its arguments
-(jax.export), and programs embed the result. A folder keeps the exports for later processes.
+Lowering a kernel takes 0.1 to 0.6 s of Python, which threads cannot share. An engine compiles a
+hundred programs of the same two dozen kernels. So such a function is exported once for each shape
+of its arguments (jax.export), and programs embed the result. A folder keeps the exports for later
+processes.
 """
 
 from __future__ import annotations
@@ -10,15 +11,14 @@ from __future__ import annotations
 import hashlib
 import inspect
 import logging
-import os
 import re
 import threading
+import uuid
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from functools import cache, wraps
+from functools import wraps
 from importlib.metadata import version
 from pathlib import Path
-from tempfile import NamedTemporaryFile
 from typing import Any
 
 import jax
@@ -31,17 +31,25 @@ PLATFORM = "cuda"
 # part of a kept export's name.
 CHECKS = (export.DisabledSafetyCheck.custom_call("mosaic_gpu_v2"),)
 ADDRESS = re.compile(r" at 0x[0-9a-f]+")  # in the text of an object, which differs by process
+# Settings of JAX that change what a function is traced to.
+TRACE_SETTINGS = (
+    "jax_default_matmul_precision",
+    "jax_enable_x64",
+    "jax_numpy_dtype_promotion",
+    "jax_threefry_partitionable",
+)
 
 logger = logging.getLogger(__name__)
 
 
 def lowered_once(static_argnames: str | Sequence[str] = ()) -> Callable[[Any], Any]:
-    """Return the decorator of a function that runs kernels; its layers and programs share them.
+    """Return a decorator for a function that runs kernels; layers and programs then share them.
 
     static_argnames: arguments that are hashable, and no pytrees of arrays
 
-    The function returns an array, or a tuple of arrays and Nones. On several devices, and in the
-    interpreter, it is jax.jit alone: an export is for one device.
+    The function returns an array, or a tuple of arrays and Nones. It can be neither batched
+    (jax.vmap) nor differentiated. On several devices, and in the interpreter, the decorator is
+    jax.jit alone: an export is for one device.
     """
     names = (static_argnames,) if isinstance(static_argnames, str) else tuple(static_argnames)
 
@@ -55,7 +63,9 @@ def lowered_once(static_argnames: str | Sequence[str] = ()) -> Callable[[Any], A
             given = signature.bind(*args, **named).arguments
             settings = tuple((name, given.pop(name)) for name in names if name in given)
             leaves, structure = jax.tree.flatten(given)
-            call = Call(function, structure, tuple(map(_shape_of, leaves)), settings)
+            values = jax.config.values
+            traced = tuple((name, values[name]) for name in TRACE_SETTINGS)
+            call = Call(function, structure, tuple(map(_shape_of, leaves)), settings, traced)
             return _EXPORTS.get(call).call(*leaves)
 
         return jax.jit(embed, static_argnames=names)
@@ -63,8 +73,11 @@ def lowered_once(static_argnames: str | Sequence[str] = ()) -> Callable[[Any], A
     return decorate
 
 
-def keep_in(folder: Path) -> None:
-    """Keep the exports in a folder, and take those that an earlier process left there."""
+def keep_in(folder: Path | None) -> None:
+    """Keep the exports in a folder, and take those that an earlier process left there.
+
+    None: in this process alone
+    """
     _EXPORTS.folder = folder
 
 
@@ -75,12 +88,14 @@ class Call:
     structure: the pytree of the other arguments by name
     shapes:    of its leaves
     settings:  the static arguments
+    traced:    values of TRACE_SETTINGS
     """
 
     function: Callable[..., Any]
     structure: Any
     shapes: tuple[jax.ShapeDtypeStruct, ...]
     settings: tuple[tuple[str, Hashable], ...]
+    traced: tuple[tuple[str, Hashable], ...]
 
     def export(self) -> export.Exported:
         """Lower the function for these arguments."""
@@ -90,17 +105,18 @@ class Call:
                 **jax.tree.unflatten(self.structure, leaves), **dict(self.settings)
             )
 
+        flat.__name__ = self.function.__name__
         with jax.disable_jit(False):
             exporting = export.export(jax.jit(flat), platforms=[PLATFORM], disabled_checks=CHECKS)
             return exporting(*self.shapes)
 
     def file_name(self) -> str | None:
-        """Return the name of the kept export; None if this call's text differs by process."""
+        """Return the name of the kept export; None if the call's text holds an address."""
         name = f"{self.function.__module__}.{self.function.__qualname__}"
-        text = repr((name, self.structure, self.shapes, self.settings))
+        text = repr((name, self.structure, self.shapes, self.settings, self.traced))
         if ADDRESS.search(text):
             return None
-        digest = hashlib.sha256(f"{_versions()} {PLATFORM} {text}".encode()).hexdigest()
+        digest = hashlib.sha256(f"{VERSIONS} {PLATFORM} {text}".encode()).hexdigest()
         return f"{name}-{digest[:32]}"
 
 
@@ -116,48 +132,44 @@ class Exports:
         self._locks: dict[Call, threading.Lock] = {}
 
     def get(self, call: Call) -> export.Exported:
-        """Return a call's export, which one thread makes or reads."""
+        """Return a call's export, which one thread reads or makes."""
         found = self._found.get(call)
         if found is None:
             with self._locks.setdefault(call, threading.Lock()):
                 found = self._found.get(call)
                 if found is None:
-                    found = self._found[call] = self._read(call) or self._make(call)
+                    found = self._found[call] = self._read_or_make(call)
         return found
 
-    def _make(self, call: Call) -> export.Exported:
-        made = call.export()
-        path = self._path(call)
+    def _read_or_make(self, call: Call) -> export.Exported:
+        name = None if self.folder is None else call.file_name()
+        path = None if name is None or self.folder is None else self.folder / name
         if path is not None:
             try:
-                path.parent.mkdir(parents=True, exist_ok=True)
-                with NamedTemporaryFile(dir=path.parent, delete=False) as file:
-                    file.write(made.serialize())
-                os.replace(file.name, path)
-            except OSError as e:
-                logger.warning("%s: a lowered kernel is not kept (%s)", path, e)
+                return export.deserialize(bytearray(path.read_bytes()))
+            except (FileNotFoundError, NotADirectoryError):
+                pass
+            except Exception as e:  # of an incomplete or a foreign file
+                logger.warning("%s: expected a lowered kernel, got %r; it is lowered anew", path, e)
+        made = call.export()
+        if path is not None:
+            self._keep(made, path)
         return made
 
-    def _read(self, call: Call) -> export.Exported | None:
-        path = self._path(call)
-        if path is None:
-            return None
+    def _keep(self, made: export.Exported, path: Path) -> None:
+        # Several processes, also of several hosts, may write the same file.
+        part = path.with_name(f".{uuid.uuid4().hex}")
         try:
-            data = path.read_bytes()
-        except FileNotFoundError:
-            return None
-        except OSError as e:
-            logger.warning("%s: a kept kernel cannot be read, and is lowered anew (%s)", path, e)
-            return None
-        try:
-            return export.deserialize(bytearray(data))
-        except Exception as e:  # of the file's format: an incomplete or a foreign file
-            logger.warning("%s: expected a lowered kernel, got %r; it is lowered anew", path, e)
-            return None
-
-    def _path(self, call: Call) -> Path | None:
-        name = None if self.folder is None else call.file_name()
-        return None if name is None or self.folder is None else self.folder / name
+            data = made.serialize()
+            path.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                part.write_bytes(data)
+                part.replace(path)
+            finally:
+                part.unlink(missing_ok=True)
+        except Exception as e:  # of the folder, or of jax.export's format
+            self.folder = None
+            logger.warning("%s: lowered kernels are not kept (%s)", path.parent, e)
 
 
 _EXPORTS = Exports()
@@ -168,7 +180,6 @@ def _shape_of(leaf: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(kind.shape, kind.dtype, weak_type=kind.weak_type)
 
 
-@cache
 def _versions() -> str:
     """Return what lowers the kernels: JAX's versions, and a digest of this package's sources."""
     digest = hashlib.sha256()
@@ -176,3 +187,6 @@ def _versions() -> str:
     for path in sorted(root.rglob("*.py")):
         digest.update(str(path.relative_to(root)).encode() + b"\0" + path.read_bytes() + b"\0")
     return f"{jax.__version__} {version('jaxlib')} {digest.hexdigest()}"
+
+
+VERSIONS = _versions()  # before any kernel is imported

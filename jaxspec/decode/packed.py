@@ -7,8 +7,9 @@ words, and the program, which is compiled for their shapes and dtypes, takes the
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -17,9 +18,10 @@ from flax import struct
 from jax import lax
 
 # Bytes of an array that is packed. A larger one, such as a bias for each token, is copied by
-# itself: packing it would copy it twice, and it would lose its own axes on several devices.
+# itself: packing it would copy it twice, and devices could not share it by its axes.
 MOST_BYTES = 1 << 16
 WORD = 4  # bytes
+Place = Literal["words", "large", "zeros"]
 
 
 @dataclass(frozen=True)
@@ -27,13 +29,12 @@ class Form:
     """The arrays that are packed together. Programs are compiled for it, so it is hashable.
 
     tree: their structure, as jax.tree.structure returns it
-    arrays: the shape and the dtype of each
-    zeros: the indices of those that are zeros, made by the program
+    arrays: the shape and the dtype of each, and where it is: in the words, an argument of its own
+        (large), or made by the program (zeros)
     """
 
     tree: Any
-    arrays: tuple[tuple[tuple[int, ...], np.dtype], ...]
-    zeros: frozenset[int]
+    arrays: tuple[tuple[tuple[int, ...], np.dtype, Place], ...]
 
 
 @struct.dataclass
@@ -52,17 +53,15 @@ class Packed:
     def unpack(self) -> Any:
         """Return the pytree that was packed, with the same bits."""
         arrays, large, at = [], iter(self.large), 0
-        for index, (shape, dtype) in enumerate(self.form.arrays):
-            if index in self.form.zeros:
+        for shape, dtype, place in self.form.arrays:
+            if place == "zeros":
                 arrays.append(jnp.zeros(shape, dtype))
-                continue
-            num_bytes = int(np.prod(shape)) * dtype.itemsize
-            if num_bytes > MOST_BYTES:
+            elif place == "large":
                 arrays.append(next(large))
-                continue
-            end = at + -(-num_bytes // WORD)
-            arrays.append(_from_words(lax.slice_in_dim(self.words, at, end), shape, dtype))
-            at = end
+            else:
+                end = at + -(-math.prod(shape) * dtype.itemsize // WORD)
+                arrays.append(_from_words(lax.slice_in_dim(self.words, at, end), shape, dtype))
+                at = end
         return jax.tree.unflatten(self.form.tree, arrays)
 
 
@@ -73,17 +72,21 @@ def pack(tree: Any) -> Packed:
     TypeError for others, which JAX would convert.
     """
     leaves, structure = jax.tree.flatten(tree)
-    zeros = frozenset(i for i, x in enumerate(leaves) if isinstance(x, jax.ShapeDtypeStruct))
-    leaves: list[Any] = [x if i in zeros else np.asarray(x) for i, x in enumerate(leaves)]
-    for x in leaves:
+    arrays, words, large = [], [], []
+    for leaf in leaves:
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            arrays.append((leaf.shape, leaf.dtype, "zeros"))
+            continue
+        x = np.asarray(leaf)
         if x.dtype.itemsize > WORD:
             raise TypeError(f"pack: expected items of 1, 2 or 4 bytes, got {x.dtype}")
-    arrays = [x for i, x in enumerate(leaves) if i not in zeros]
-    words = [_words(x) for x in arrays if x.nbytes <= MOST_BYTES]
+        is_large = x.nbytes > MOST_BYTES
+        (large if is_large else words).append(x if is_large else _words(x))
+        arrays.append((x.shape, x.dtype, "large" if is_large else "words"))
     return Packed(
         np.concatenate(words) if words else np.zeros(0, np.uint32),  # type: ignore[arg-type]
-        tuple(x for x in arrays if x.nbytes > MOST_BYTES),
-        Form(structure, tuple((x.shape, x.dtype) for x in leaves), zeros),
+        tuple(large),
+        Form(structure, tuple(arrays)),
     )
 
 

@@ -1,13 +1,16 @@
 """The slots of a resident DecodeState: requests come, move and go while the caches stay in place.
 
 The state always has as many slots as the batch bucket that runs, so that a round touches nothing
-else. When the bucket changes, one small program moves slots. Prefill works on a state of its own
-with a row per tile, a few tokens of one request. The host has these rows (PromptRows), so that no
-other program runs before a first token. Only the states of logits processors, which may be large,
-are written into the slots at admission, and taken from there. Rows come into the slots where a tile
-ends a prompt. In every layer all keys and values are written before attention reads. So the tiles
-of one prompt see each other, and one shape serves any mixture of prompts. All programs here are
-small; they compile for each batch and prefill bucket.
+else. When the bucket changes, one small program moves slots. A slot is inactive when a request is
+admitted into it.
+
+Prefill works on a state of its own, with a row per tile (a few tokens of one request). The host has
+these rows (PromptRows), so no other program runs before a first token. Only states of logits
+processors, which may be large, live in the slots: `admit` writes them, `take` reads them for a
+prefill. `put_back` brings rows into the slots where a tile ends a prompt. In every layer all keys
+and values are written before attention reads. So the tiles of one prompt see each other, and one
+shape serves any mixture of prompts. All programs here are small; they compile for each batch and
+prefill bucket.
 """
 
 from __future__ import annotations
@@ -28,7 +31,7 @@ from jaxspec.sampling.processors.processor import resized
 from jaxspec.sampling.rows import STOPS, StateLayout, change_layout
 from jaxspec.sampling.state import SamplingState
 
-ADMISSIONS = 8  # slots that one call of admit fills
+ADMISSIONS = 8  # requests whose processors' states one call of admit writes
 
 
 @struct.dataclass
@@ -43,7 +46,7 @@ class PromptRows:
     max_tokens:     int32 [n], see DecodeState
     stop_token_ids: int32 [n, stops], padded with -1
     draft_limit:    int32 [n], see DecodeState
-    sampling:       without processors
+    sampling:       n rows; its processors are {}
     acceptance:     None where DecodeState.acceptance is None
     """
 
@@ -77,6 +80,9 @@ def relaid(state: DecodeState, layout: StateLayout) -> DecodeState:
     )
 
 
+_zeros = cache(jax.ShapeDtypeStruct)  # making one takes longer than finding it
+
+
 def prefill_rows(state: DecodeState, new: PromptRows) -> DecodeState:
     """Return all rows of a prefill call but those of processors, for `pack`.
 
@@ -104,9 +110,6 @@ def prefill_rows(state: DecodeState, new: PromptRows) -> DecodeState:
     )
 
 
-_zeros = cache(jax.ShapeDtypeStruct)
-
-
 def without_rows(state: DecodeState, processors: dict[str, Any]) -> DecodeState:
     """Return the caches of a state, with these rows of processors as its only rows."""
     rows: dict[str, Any] = dict.fromkeys(f.name for f in fields(state))
@@ -119,7 +122,7 @@ def without_rows(state: DecodeState, processors: dict[str, Any]) -> DecodeState:
 
 
 def with_rows(state: DecodeState, rows: DecodeState) -> DecodeState:
-    """Return the state that without_rows and prefill_rows have made two parts of."""
+    """Join the parts that without_rows and prefill_rows return."""
     sampling = replace(rows.sampling, processors=state.sampling.processors)
     return with_caches(replace(rows, sampling=sampling), state)
 
@@ -136,6 +139,15 @@ def admit(processors: dict[str, Any], slots: np.ndarray, new: dict[str, Any]) ->
 def _admit(processors: dict[str, Any], added: Packed) -> dict[str, Any]:
     slots, new = added.unpack()
     return jax.tree.map(partial(_put, slots), processors, new)
+
+
+def take(processors: dict[str, Any], slots: np.ndarray) -> dict[str, Any]:
+    """Return the rows of processors for a prefill call; {} of none, without a launch.
+
+    slots: int32 [tiles], out of range for a tile that ends no prompt: it gets an arbitrary row, and
+    the result is discarded
+    """
+    return take_rows(processors, slots) if processors else {}
 
 
 def _move(rows: DecodeState, sources: jax.Array) -> DecodeState:
@@ -163,9 +175,8 @@ def _put(slots: jax.Array, x: jax.Array, new: jax.Array) -> jax.Array:
 admit_packed = jax.jit(_admit, donate_argnums=0)
 # sources: int32 [slots of the new batch], -1 for an idle slot.
 move = jax.jit(_move)
-# at: int32 [tiles], out of range for a tile that ends no prompt: it reads an arbitrary row, and the
-# result is discarded.
-take = jax.jit(_take)
+take_rows = jax.jit(_take)
+# at: int32 [tiles], out of range for a tile that ends no prompt: nothing is written.
 put_back = jax.jit(_put_back, donate_argnums=0)
 # active, ended: bool [batch].
 deactivate = jax.jit(_deactivate, donate_argnums=0)

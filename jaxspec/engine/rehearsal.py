@@ -62,12 +62,12 @@ class PrefillRehearsal:
 
     def taken(self, processors: dict[str, Any]) -> dict[str, Any]:
         """Return the rows of processors that a call takes."""
-        return slots.take(processors, self.slots) if processors else {}
+        return slots.take(processors, self.slots)
 
     def compile(self, params: Params, state: DecodeState, processors: dict[str, Any]) -> None:
         """Compile the program for these weights and the shapes of a state.
 
-        processors: taken
+        processors: of `taken`
         """
         programs.compile_prefill(
             self.cfg,
@@ -87,7 +87,7 @@ class Rehearsal:
     state: the shapes of the present state, a ShapeDtypeStruct for each array
     batches: the sizes that the batch moves through
     layout: the sampling state's after that
-    processors: rows of no request, as an admission writes them
+    processors: idle rows for slots.admit; {} without processors
     """
 
     params: Params

@@ -408,12 +408,12 @@ class ModelRunner:
     def admit(
         self, added: Sequence[Request], running: Sequence[Request]
     ) -> dict[Request, ConfigError]:
-        """Write the parameters of added requests into their slots.
+        """Make room for added requests, and write the states of their processors into their slots.
 
         running: all that run, the added ones included
 
         Returns the added requests that there is no memory for, each with its error. Their slots
-        hold no parameters, and the state has no room for them.
+        hold no such states, and the state has no room for them.
         """
         try:
             self._admit_into(added, running)
@@ -583,9 +583,7 @@ class ModelRunner:
         return verification, rows
 
     def _prefill(self, cfg: RoundConfig, tiles: PrefillTiles) -> Verification:
-        processors = self.state.sampling.processors
-        if processors:
-            processors = slots.take(processors, tiles.slots)
+        processors = slots.take(self.state.sampling.processors, tiles.slots)
         verification, after = programs.run_prefill(
             cfg,
             self.params,

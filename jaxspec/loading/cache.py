@@ -1,4 +1,4 @@
-"""The cache folder: compiled programs, and GGUF files that one process converts for all."""
+"""The cache folder: compiled programs, lowered kernels, and GGUF files converted once for all."""
 
 from __future__ import annotations
 
@@ -41,20 +41,30 @@ def cache_dir() -> Path:
     return folder
 
 
+_kept: Path | None = None  # where keep_compiled_programs keeps them
+
+
 def keep_compiled_programs() -> None:
     """Keep compiled programs, and the kernels that are lowered for them, in the cache folder.
 
-    A folder that the user has chosen (JAX_COMPILATION_CACHE_DIR) takes precedence.
+    A folder that the user has chosen (JAX_COMPILATION_CACHE_DIR) takes precedence. Nothing is kept
+    if it is empty, or if jax_enable_compilation_cache is off.
     """
-    chosen = jax.config.jax_compilation_cache_dir  # pyright: ignore[reportAttributeAccessIssue]
+    global _kept
+    chosen = jax.config.values["jax_compilation_cache_dir"]
+    kernels: Path | None = None
     if chosen is None:
-        compilation_cache.use(cache_dir() / "compiled", min_compile_seconds=1.0)
-        kernels = cache_dir() / "kernels"
-    elif "://" in chosen:  # a store that JAX alone can write
-        return
-    else:
-        kernels = Path(chosen) / "jaxspec-kernels"
-    compilation_cache.trim(kernels, MOST_KERNEL_BYTES)
+        _kept = cache_dir()
+        compilation_cache.use(_kept / "compiled", min_compile_seconds=1.0)
+        kernels = _kept / "kernels"
+    elif _kept is not None and chosen == str(_kept / "compiled"):
+        kernels = _kept / "kernels"
+    elif chosen and "://" not in chosen:  # only JAX can write to a store
+        kernels = Path(chosen).absolute() / "jaxspec-kernels"
+    if not jax.config.values["jax_enable_compilation_cache"]:
+        kernels = None
+    if kernels is not None:
+        compilation_cache.trim(kernels, MOST_KERNEL_BYTES)
     lowered_once.keep_in(kernels)
 
 

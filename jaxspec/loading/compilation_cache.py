@@ -7,6 +7,8 @@ killed process left incomplete makes each later write fail.
 
 from __future__ import annotations
 
+import contextlib
+import stat
 from pathlib import Path
 
 import jax
@@ -32,13 +34,15 @@ def trim(folder: Path, most_bytes: int) -> None:
     files = []
     for path in folder.glob("*"):
         try:
-            stat = path.stat()
-        except FileNotFoundError:
+            found = path.stat()
+        except OSError:
             continue
-        files.append((stat.st_mtime_ns, stat.st_size, path))
+        if stat.S_ISREG(found.st_mode):
+            files.append((found.st_mtime_ns, found.st_size, path))
     held = sum(size for _, size, _ in files)
     for _, size, path in sorted(files):
         if held <= most_bytes:
             return
-        path.unlink(missing_ok=True)
-        held -= size
+        with contextlib.suppress(OSError):  # of a folder that only others may write
+            path.unlink(missing_ok=True)
+            held -= size

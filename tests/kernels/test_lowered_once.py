@@ -71,7 +71,9 @@ def test_threads_that_want_one_export_wait_for_the_first(exports: Exports) -> No
         time.sleep(0.1)
         return x * 2
 
-    call = Call(double, jax.tree.structure({"x": 0}), (jax.ShapeDtypeStruct(X.shape, X.dtype),), ())
+    call = Call(
+        double, jax.tree.structure({"x": 0}), (jax.ShapeDtypeStruct(X.shape, X.dtype),), (), ()
+    )
     with ThreadPoolExecutor(8) as pool:
         found = list(pool.map(lambda _: exports.get(call), range(8)))
     assert len(lowerings) == 1 and all(each is found[0] for each in found)
@@ -115,7 +117,7 @@ def test_a_later_process_takes_what_is_kept(
     process()
     assert len(lowerings) == 3
 
-    monkeypatch.setattr(module, "_versions", lambda: "another JAX")
+    monkeypatch.setattr(module, "VERSIONS", "another JAX")
     process()
     assert len(lowerings) == 6
 
@@ -136,13 +138,37 @@ def test_a_broken_file_is_made_again(
     assert path.read_bytes() == good
 
 
-def test_a_folder_that_cannot_be_written_costs_a_warning(
+def test_a_folder_that_cannot_be_written_costs_one_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "file").write_text("no folder")
     module.keep_in(tmp_path / "file" / "kernels")
+    scale = scaled([])
+    np.testing.assert_array_equal(scale(X), 2 * X)
+    np.testing.assert_array_equal(scale(X[:1]), 2 * X[:1])
+    assert caplog.text.count("are not kept") == 1
+
+
+def test_an_export_that_cannot_be_written_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(self: Path, target: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "replace", full)
+    module.keep_in(tmp_path)
     np.testing.assert_array_equal(scaled([])(X), 2 * X)
-    assert "is not kept" in caplog.text
+    assert list(tmp_path.iterdir()) == [] and "No space left" in caplog.text
+
+
+def test_settings_of_jax_have_their_own(tmp_path: Path) -> None:
+    lowerings: list[str] = []
+    module.keep_in(tmp_path)
+    scale = scaled(lowerings)
+    for precision in ("highest", "bfloat16", "highest"):
+        with jax.default_matmul_precision(precision):
+            scale(X)
+    assert len(lowerings) == len(list(tmp_path.iterdir())) == 2
 
 
 def test_a_setting_whose_text_differs_by_process_is_not_kept(tmp_path: Path) -> None:

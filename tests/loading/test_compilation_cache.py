@@ -13,13 +13,15 @@ import pytest
 
 from jaxspec import LLM, ConfigError
 from jaxspec.commands.train import app as train
-from jaxspec.loading import compilation_cache
+from jaxspec.loading import compilation_cache, keep_compiled_programs
+from pallas_kernels import lowered_once
 
 PROGRAM = """
 import sys
 from pathlib import Path
 import jax, jax.numpy as jnp
-from jaxspec.loading import compilation_cache
+from jaxspec.loading import compilation_cache, keep_compiled_programs
+from pallas_kernels import lowered_once
 compilation_cache.use(Path(sys.argv[1]), min_compile_seconds=0.0)
 @jax.jit
 def triple(x):
@@ -96,6 +98,33 @@ def test_programs_are_kept_where_the_user_says(
         start()
         return jax.config.values["jax_compilation_cache_dir"]
 
+    def kernels() -> Path | None:
+        return lowered_once._EXPORTS.folder
+
+    monkeypatch.setattr(lowered_once, "_EXPORTS", lowered_once.Exports())
     assert folder() == chosen
+    assert kernels() == Path(chosen) / "jaxspec-kernels"
     jax.config.update("jax_compilation_cache_dir", None)
-    assert folder() == str(tmp_path / "compiled")
+    for _ in range(2):  # what the first call chose is not the user's choice
+        assert folder() == str(tmp_path / "compiled")
+        assert kernels() == tmp_path / "kernels"
+
+
+@pytest.mark.parametrize("place", ["", "gs://bucket/programs"])
+def test_kernels_are_kept_in_folders_alone(
+    place: str, chosen: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lowered_once, "_EXPORTS", lowered_once.Exports())
+    jax.config.update("jax_compilation_cache_dir", chosen)
+    keep_compiled_programs()
+    assert lowered_once._EXPORTS.folder is not None
+    jax.config.update("jax_compilation_cache_dir", place)
+    keep_compiled_programs()
+    assert lowered_once._EXPORTS.folder is None
+
+
+def test_folders_are_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "program").write_bytes(b"x")
+    compilation_cache.trim(tmp_path, 0)
+    assert [path.name for path in tmp_path.iterdir()] == ["folder"]
