@@ -148,12 +148,12 @@ def test_a_program_is_compiled_once_for_each_bucket_and_kind(engines: Engines) -
     several = engines.small.runner.rounds_per_step > 1
     count = {
         name: sum(name in compiled for compiled in engines.compiled)
-        for name in ("decode_round_", "decode_rounds)", "prefill)")
+        for name in ("decode_round_", "decode_rounds)", "prefill_packed)")
     }
     assert (count["decode_round_"], count["decode_rounds)"]) == ((0, 2) if several else (2, 0)), (
         engines.compiled
     )
-    assert count["prefill)"] == 2 or several, "with one round a step they are the same"
+    assert count["prefill_packed)"] == 2 or several, "with one round a step they are the same"
 
 
 @in_flight
