@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import pickle
+from collections.abc import Callable
 
 import pytest
 
-from jaxspec.config import ConfigError
+from jaxspec.config import ConfigError, reading
 
 
 @pytest.mark.parametrize("quoted", ["two\nlines", "a\r\nb", "c\u2028d", "e\x0bf"])
@@ -23,3 +24,12 @@ def test_two_blanks_of_a_value_stay() -> None:
 def test_a_long_value_is_cut() -> None:
     message = str(ConfigError("expected a name, got " + "x" * 10**6))
     assert len(message) == ConfigError.LONGEST and message.endswith("x...")
+
+
+@pytest.mark.parametrize("kind", [list, tuple, iter])
+def test_a_list_has_a_largest_size(
+    kind: Callable[[range], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reading, "MOST_ITEMS", 3)
+    assert reading.items_of(kind(range(3))) == [0, 1, 2]
+    assert reading.items_of(kind(range(4))) is None
