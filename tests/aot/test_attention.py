@@ -18,7 +18,7 @@ from pallas_kernels.attention import Inputs, paged_attention
 from pallas_kernels.attention.shapes import SHAPES, ragged
 from pallas_kernels.packing import packed_size
 from tests.kernels.attention import abstract
-from tests.support.h200 import compile_for_h200, unavailable
+from tests.support.h200 import compile_for_h200, compiled_anew, unavailable
 
 SMEM_OF_AN_SM, RESERVED_SMEM = 228 * 1024, 1024  # the second in each CTA
 pytestmark = [
@@ -33,7 +33,8 @@ def report(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
     cached = jax.config.jax_enable_compilation_cache  # type: ignore[attr-defined]
     jax.config.update("jax_enable_compilation_cache", False)
-    yield
+    with compiled_anew():
+        yield
     jax.config.update("jax_enable_compilation_cache", cached)
 
 
@@ -112,7 +113,6 @@ def test_two_ctas_of_32_columns_fit_an_sm(
         return sizes[-1]
 
     monkeypatch.setattr(mosaic_core, "_smem_tree_size", counted)
-    jax.clear_caches()  # a kernel that is traced already is not counted
     shape = SHAPES[f"8b, batch {batch}, context 400, Q 8"]
     arrays: dict[str, Any] = abstract(shape)
     compile_without_spills(Inputs(**arrays, scale=shape.head_dim**-0.5), capfd)
