@@ -419,7 +419,7 @@ PROCESSED = SamplingParams(0.5, top_p=0.9, stop_token_ids=[3], logit_bias={1: 2.
     [
         (GREEDY, ["prefill_program"]),
         (SamplingParams(0.5), ["prefill_program"]),
-        (PROCESSED, ["admit_packed", "take", "prefill_program"]),
+        (PROCESSED, ["admit_packed", "take_rows", "prefill_program"]),
     ],
     ids=["greedy", "sampled", "processed"],
 )
@@ -441,7 +441,7 @@ def test_few_programs_with_one_array_of_the_host_each_run_before_a_first_token(
 
         monkeypatch.setattr(module, name, run)
 
-    for name in ("admit_packed", "take", "move", "deactivate"):
+    for name in ("admit_packed", "take_rows", "move", "deactivate"):
         noted(slots, name)
     noted(programs, "prefill_program")
     assert next(llm.stream([1, 2, 3], params)).token_ids
