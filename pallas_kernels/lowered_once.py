@@ -142,8 +142,9 @@ class Exports:
         return found
 
     def _read_or_make(self, call: Call) -> export.Exported:
-        name = None if self.folder is None else call.file_name()
-        path = None if name is None or self.folder is None else self.folder / name
+        folder = self.folder  # a failed write in another thread may set it to None
+        name = call.file_name() if folder is not None else None
+        path = folder / name if folder is not None and name is not None else None
         if path is not None:
             try:
                 return export.deserialize(bytearray(path.read_bytes()))

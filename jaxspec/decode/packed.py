@@ -104,7 +104,7 @@ def _from_words(words: jax.Array, shape: tuple[int, ...], dtype: np.dtype) -> ja
     """The array whose bits these words hold."""
     if dtype.itemsize < WORD:
         bits = jnp.uint8 if dtype.itemsize == 1 else jnp.uint16
-        words = lax.bitcast_convert_type(words, bits).reshape(-1)[: int(np.prod(shape))]
+        words = lax.bitcast_convert_type(words, bits).reshape(-1)[: math.prod(shape)]
     if dtype == np.bool_:
         return (words != 0).reshape(shape)
     return lax.bitcast_convert_type(words, dtype).reshape(shape)

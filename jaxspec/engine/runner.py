@@ -115,7 +115,7 @@ class PrefillTiles:
     start:             int32 [tiles], position of the first token
     num_tokens:        int32 [tiles], tokens that are real; 0 for an idle tile
     next_prompt_token: int32 [tiles], the known token after the tile, -1 where the prompt ends
-    rows:              a row for each tile
+    rows:              a row for each tile, that of its request
     """
 
     slots: np.ndarray

@@ -33,7 +33,7 @@ def exports(monkeypatch: pytest.MonkeyPatch) -> Iterator[Exports]:
 
 
 def scaled(lowerings: list[str]) -> Callable[..., Any]:
-    """A function that notes each lowering of its own; it has the name of no other test's."""
+    """A function that notes each time it is lowered."""
 
     @lowered_once(static_argnames=("factor", "name"))
     def scale(x: jax.Array, factor: int = 2, *, shift: Any = None, name: Any = "") -> Any:
