@@ -6,7 +6,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -18,48 +17,32 @@ from pallas_kernels.attention import Inputs, paged_attention
 from pallas_kernels.attention.shapes import SHAPES, ragged
 from pallas_kernels.packing import packed_size
 from tests.kernels.attention import abstract
-from tests.support.h200 import compile_for_h200, compiled_anew, unavailable
+from tests.support import h200
 
 SMEM_OF_AN_SM, RESERVED_SMEM = 228 * 1024, 1024  # the second in each CTA
 pytestmark = [
     pytest.mark.aot,
-    pytest.mark.skipif(unavailable() is not None, reason=str(unavailable())),
+    pytest.mark.skipif(h200.unavailable() is not None, reason=str(h200.unavailable())),
 ]
 
 
-@pytest.fixture(autouse=True)
-def report(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """ptxas reports on what it compiles, which nothing may have cached."""
-    monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
-    cached = jax.config.jax_enable_compilation_cache  # type: ignore[attr-defined]
-    jax.config.update("jax_enable_compilation_cache", False)
-    with compiled_anew():
-        yield
-    jax.config.update("jax_enable_compilation_cache", cached)
-
-
-def compile_without_spills(inputs: Inputs, capfd: pytest.CaptureFixture[str]) -> str:
+def compile_without_spills(inputs: Inputs) -> str:
     """The compiled HLO."""
     attend = functools.partial(paged_attention, implementation="mosaic_gpu")
-    compiled = compile_for_h200(attend, inputs)
-    captured = capfd.readouterr()
-    spills = re.findall(
-        r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads",
-        captured.out + captured.err,
-    )
+    with h200.ptxas_report() as report:
+        hlo = h200.compile_for_h200(attend, inputs).as_text()
+        spills = h200.stack_and_spills(report())
     assert spills, "expected ptxas's report on at least one kernel"
-    assert all(int(n) == 0 for kernel in spills for n in kernel), spills
-    return compiled.as_text()
+    assert set(spills) == {(0, 0, 0)}, spills
+    return hlo
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_compiles_without_spills_or_copies_of_the_cache(
-    name: str, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_compiles_without_spills_or_copies_of_the_cache(name: str) -> None:
     shape = SHAPES[name]
     arrays: dict[str, Any] = abstract(shape)
     inputs = Inputs(**arrays, scale=shape.head_dim**-0.5, window=shape.window)
-    hlo = compile_without_spills(inputs, capfd)
+    hlo = compile_without_spills(inputs)
     element = "f8e4m3fn" if shape.fp8 else "bf16"
     cache = re.escape(f"{element}[{','.join(map(str, inputs.k_cache.shape))}]")
     assert not re.findall(rf"= {cache}\S* (?:copy|fusion|transpose)\(.*", hlo)
@@ -84,7 +67,7 @@ SIZES = [(1, 4096), (4, 4096), (16, 4096), (64, 4096), (16, 400), (64, 400)]
     ],
 )
 def test_a_decode_step_with_packed_queries_is_one_kernel_and_the_bounds(
-    rows: int, batch: int, context: int, fp8: bool, capfd: pytest.CaptureFixture[str]
+    rows: int, batch: int, context: int, fp8: bool
 ) -> None:
     """Every size of a cluster, 8 to 32 columns, one and two tiles in flight, one and two KV heads a
     CTA."""
@@ -95,15 +78,13 @@ def test_a_decode_step_with_packed_queries_is_one_kernel_and_the_bounds(
     arrays: dict[str, Any] = abstract(shape)
     arrays |= {"q": jax.ShapeDtypeStruct(packed, jnp.bfloat16)}
     inputs = Inputs(**arrays, scale=shape.head_dim**-0.5, packed_heads=32)
-    hlo = compile_without_spills(inputs, capfd)
+    hlo = compile_without_spills(inputs)
     queries = rf"bf16\[{batch},(?:1,)?8,"
     assert not re.findall(rf"= {queries}\S* (?:copy|fusion|transpose|pad)\(.*", hlo)
 
 
 @pytest.mark.parametrize("batch", [16, 64])
-def test_two_ctas_of_32_columns_fit_an_sm(
-    batch: int, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_two_ctas_of_32_columns_fit_an_sm(batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Clusters are chosen as if two ran at once on each SM."""
     sizes: list[int] = []
     count = mosaic_core._smem_tree_size
@@ -115,6 +96,6 @@ def test_two_ctas_of_32_columns_fit_an_sm(
     monkeypatch.setattr(mosaic_core, "_smem_tree_size", counted)
     shape = SHAPES[f"8b, batch {batch}, context 400, Q 8"]
     arrays: dict[str, Any] = abstract(shape)
-    compile_without_spills(Inputs(**arrays, scale=shape.head_dim**-0.5), capfd)
+    compile_without_spills(Inputs(**arrays, scale=shape.head_dim**-0.5))
     assert len(sizes) == 1, "expected one kernel, traced here"
     assert 2 * (sizes[0] + RESERVED_SMEM) <= SMEM_OF_AN_SM

@@ -12,12 +12,11 @@ import pytest
 from pallas_kernels import attention
 from pallas_kernels.rope_cache import Inputs, rope_and_write
 from pallas_kernels.rope_cache.shapes import SHAPES, Shape
-from tests.aot.test_attention import report  # noqa: F401  # a fixture
-from tests.support.h200 import compile_for_h200, unavailable
+from tests.support import h200
 
 pytestmark = [
     pytest.mark.aot,
-    pytest.mark.skipif(unavailable() is not None, reason=str(unavailable())),
+    pytest.mark.skipif(h200.unavailable() is not None, reason=str(h200.unavailable())),
 ]
 
 BLOCKS = 200
@@ -42,9 +41,7 @@ def abstract(shape: Shape) -> dict[str, jax.ShapeDtypeStruct]:
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_compiles_without_spills_or_copies_of_the_cache(
-    name: str, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_compiles_without_spills_or_copies_of_the_cache(name: str) -> None:
     """Followed by attention where the queries are packed: nothing stands between the two
     kernels."""
     shape = SHAPES[name]
@@ -73,14 +70,10 @@ def test_compiles_without_spills_or_copies_of_the_cache(
     rest = tuple(jax.ShapeDtypeStruct(x, jnp.int32) for x in integers)
     args = abstract(shape)
     caches = {name: args.pop(name) for name in ("k_cache", "v_cache")}
-    compiled = compile_for_h200(rope, args, caches, rest, donate_argnums=1)
-    captured = capfd.readouterr()
-    spills = re.findall(
-        r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads",
-        captured.out + captured.err,
-    )
-    assert len(spills) == 1 + shape.packed, spills
-    assert all(int(n) == 0 for kernel in spills for n in kernel), spills
+    with h200.ptxas_report() as report:
+        compiled = h200.compile_for_h200(rope, args, caches, rest, donate_argnums=1)
+        spills = h200.stack_and_spills(report())
+    assert spills == [(0, 0, 0)] * (1 + shape.packed)
     moved = re.findall(
         r"= (?:bf16|f8e4m3fn)\S* (?:copy|fusion|transpose|pad|concatenate)\(.*",
         compiled.as_text(),
