@@ -269,23 +269,15 @@ EXPERTS = dict(
     num_key_value_heads=2,
     head_dim=64,
 )
-LATENT = dict(
+LATENT = quantized.LATENT_SIZES | dict(
     vocab_size=96,
     hidden_size=128,
     intermediate_size=256,
     moe_intermediate_size=64,
     n_routed_experts=4,
-    num_experts_per_tok=2,
     n_group=1,
     topk_group=1,
-    first_k_dense_replace=1,
     num_attention_heads=4,
-    num_key_value_heads=4,
-    q_lora_rank=128,
-    kv_lora_rank=128,
-    qk_nope_head_dim=64,
-    qk_rope_head_dim=64,
-    v_head_dim=64,
     head_dim=64,
 )
 

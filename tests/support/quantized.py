@@ -46,18 +46,21 @@ EXPERTS = WIDE | dict(
     moe_intermediate_size=128,
     norm_topk_prob=True,
 )
-LATENT = NARROW | dict(
-    model_type="glm4_moe_lite",
-    first_k_dense_replace=1,
+# Of latent attention, whose matrices have whole blocks of 128, and of the experts after it.
+LATENT_SIZES = dict(
     num_key_value_heads=4,
     q_lora_rank=128,
     kv_lora_rank=128,
     qk_nope_head_dim=64,
     qk_rope_head_dim=64,
     v_head_dim=64,
-    n_routed_experts=8,
+    first_k_dense_replace=1,
     num_experts_per_tok=2,
-    moe_intermediate_size=128,
+)
+LATENT = (
+    NARROW
+    | LATENT_SIZES
+    | dict(model_type="glm4_moe_lite", n_routed_experts=8, moe_intermediate_size=128)
 )
 GROUPS = LATENT | dict(model_type="deepseek_v3", n_group=4, topk_group=2)
 
