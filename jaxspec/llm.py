@@ -675,7 +675,7 @@ class LLM:
         sampling_params: Sequence[SamplingParams] | None = None,
         progress: bool = False,
     ) -> int:
-        """Compile the programs of generate ahead of decoding; return how many of them ran.
+        """Compile the programs of generate ahead of decoding; return the number of programs.
 
         batch_sizes: for each run, the most requests together (None: every bucket).
         lengths: prompt plus max_tokens (None: every page bucket up to max_model_len).
@@ -689,7 +689,6 @@ class LLM:
         together than those of any of these kinds, and than 32. Meanwhile the others go on.
 
         progress: shows a bar on standard error, or a line where that is no terminal.
-            Batches share prefills, so it may count fewer programs.
         """
 
         sizes = _counts("batch_sizes", batch_sizes)

@@ -23,7 +23,7 @@ from jaxspec.decode.mailboxes import given_addresses, launching
 from jaxspec.decode.packed import Packed, pack
 from jaxspec.decode.prefill import prefill
 from jaxspec.decode.round import decode_round, verify_and_commit
-from jaxspec.decode.slots import with_rows
+from jaxspec.decode.slots import ended_rows, spread_rows, with_rows
 from jaxspec.decode.spread import EVERYWHERE, Specs, spread
 from jaxspec.decode.state import DecodeState, draft_context
 from jaxspec.decode.verify import Verification
@@ -171,10 +171,15 @@ def compile_round(
 def prefill_packed(
     cfg: RoundConfig, params: Params, state: DecodeState, inputs: Packed
 ) -> tuple[Verification, DecodeState]:
-    """Run prefill on (block_tables, chunk, rows), which the host has packed; see run_prefill."""
-    block_tables, chunk, rows = inputs.unpack()
-    state = state if rows is None else with_rows(state, rows)
-    return prefill(cfg, params, state, block_tables, chunk)
+    """Run prefill on arrays that the host has packed; see run_prefill."""
+    block_tables, chunk, prompts = inputs.unpack()
+    if prompts is None:
+        return prefill(cfg, params, state, block_tables, chunk)
+    rows, ending = prompts
+    processors = spread_rows(state.sampling.processors, ending, chunk.num_tokens.shape[0])
+    state = replace(state, sampling=replace(state.sampling, processors=processors))
+    verification, state = prefill(cfg, params, with_rows(state, rows), block_tables, chunk)
+    return verification, ended_rows(state, ending)
 
 
 def result_and_state(arguments: tuple[Specs, ...]) -> Specs:
@@ -247,16 +252,18 @@ def run_prefill(
     state: DecodeState,
     block_tables: BlockTables,
     chunk: PromptChunk,
-    rows: DecodeState | None = None,
+    prompts: tuple[DecodeState, np.ndarray] | None = None,
     *,
     compilation: str,
 ) -> tuple[Verification, DecodeState]:
     """Run one prefill chunk in the given compilation mode; see prefill.
 
     block_tables, chunk: NumPy arrays
-    rows: of slots.prefill_rows, for a state of slots.without_rows; None: the state has its rows
+    prompts: (rows of slots.prefill_rows, ending of slots.spread_rows), for a state of
+        slots.without_rows. The state that comes back has the rows of slots.ended_rows.
+        None: the state has its rows, and they come back.
     """
-    inputs = pack((block_tables, chunk, rows))
+    inputs = pack((block_tables, chunk, prompts))
     if compilation == "eager":
         with jax.disable_jit():
             return _eager_prefill(cfg, params, state, jax.tree.map(jnp.asarray, inputs))
@@ -269,7 +276,7 @@ def compile_prefill(
     state: DecodeState,
     block_tables: BlockTables,
     chunk: PromptChunk,
-    rows: DecodeState | None = None,
+    prompts: tuple[DecodeState, np.ndarray],
 ) -> None:
     """Compile the program of a prefill chunk for these shapes; see Program.compile."""
-    prefill_program.compile(cfg, params, state, pack((block_tables, chunk, rows)))
+    prefill_program.compile(cfg, params, state, pack((block_tables, chunk, prompts)))

@@ -6,11 +6,11 @@ admitted into it.
 
 Prefill works on a state of its own, with a row per tile (a few tokens of one request). The host has
 these rows (PromptRows), so no other program runs before a first token. Only states of logits
-processors, which may be large, live in the slots: `admit` writes them, `take` reads them for a
-prefill. `put_back` brings rows into the slots where a tile ends a prompt. In every layer all keys
-and values are written before attention reads. So the tiles of one prompt see each other, and one
-shape serves any mixture of prompts. All programs here are small; they compile for each batch and
-prefill bucket.
+processors, which may be large, live in the slots: `admit` writes them, `take` reads those of the
+prompts that end in a prefill call. The call returns a row for each of these prompts, which
+`put_back` writes into its slot. In every layer all keys and values are written before attention
+reads. So the tiles of one prompt see each other, and one shape serves any mixture of prompts. All
+programs here are small; they compile for each batch, whatever the tiles of a prefill call.
 """
 
 from __future__ import annotations
@@ -71,13 +71,19 @@ def with_caches(rows: DecodeState, state: DecodeState) -> DecodeState:
     return replace(rows, target_caches=state.target_caches, draft=draft, text=state.text)
 
 
-def relaid(state: DecodeState, layout: StateLayout) -> DecodeState:
-    """Return the state with the sampling arrays and the stop tokens of another layout."""
+def relaid(rows: DecodeState, layout: StateLayout) -> DecodeState:
+    """Return the rows with the sampling arrays and the stop tokens of another layout."""
     return replace(
-        state,
-        stop_token_ids=resized(state.stop_token_ids, *layout.sizes[STOPS]),
-        sampling=change_layout(state.sampling, layout),
+        rows,
+        stop_token_ids=resized(rows.stop_token_ids, *layout.sizes[STOPS]),
+        sampling=change_layout(rows.sampling, layout),
     )
+
+
+def shapes_in(rows: DecodeState, layout: StateLayout, batch: int) -> DecodeState:
+    """Return the shapes of the rows in a batch of another size, with the arrays of a layout."""
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct((batch, *x.shape[1:]), x.dtype), rows)
+    return jax.eval_shape(partial(relaid, layout=layout), shapes)
 
 
 _zeros = cache(jax.ShapeDtypeStruct)  # making one takes longer than finding it
@@ -122,9 +128,31 @@ def without_rows(state: DecodeState, processors: dict[str, Any]) -> DecodeState:
 
 
 def with_rows(state: DecodeState, rows: DecodeState) -> DecodeState:
-    """Join the parts that without_rows and prefill_rows return."""
+    """Join the parts that without_rows and prefill_rows return; processors have a row per tile."""
     sampling = replace(rows.sampling, processors=state.sampling.processors)
     return with_caches(replace(rows, sampling=sampling), state)
+
+
+def spread_rows(processors: dict[str, Any], ending: jax.Array, num_tiles: int) -> dict[str, Any]:
+    """Return a row of processors for each tile, from those of the prompts that end.
+
+    ending: int32 [prompts], the tile that ends each prompt, out of range where there is no prompt
+
+    A tile that ends no prompt gets an arbitrary row, since its result is discarded.
+    """
+    prompts = jnp.arange(ending.shape[0], dtype=jnp.int32)
+    owner = jnp.zeros(num_tiles, jnp.int32).at[ending].set(prompts, mode="drop")
+    return jax.tree.map(lambda x: x[owner], processors)
+
+
+def ended_rows(state: DecodeState, ending: jax.Array) -> DecodeState:
+    """Return the state with the rows of the tiles that end prompts; see spread_rows.
+
+    Where there is no prompt the row is arbitrary.
+    """
+    rows = without_caches(state)
+    last = state.seq_lens.shape[0] - 1
+    return with_caches(jax.tree.map(lambda x: x[jnp.minimum(ending, last)], rows), state)
 
 
 def admit(processors: dict[str, Any], slots: np.ndarray, new: dict[str, Any]) -> dict[str, Any]:
@@ -144,8 +172,7 @@ def _admit(processors: dict[str, Any], added: Packed) -> dict[str, Any]:
 def take(processors: dict[str, Any], slots: np.ndarray) -> dict[str, Any]:
     """Return the rows of processors for a prefill call; {} of none, without a launch.
 
-    slots: int32 [tiles], out of range for a tile that ends no prompt: it gets an arbitrary row, and
-    the result is discarded
+    slots: int32 [prompts], out of range where no prompt ends: that row is arbitrary
     """
     return take_rows(processors, slots) if processors else {}
 
@@ -176,7 +203,7 @@ admit_packed = jax.jit(_admit, donate_argnums=0)
 # sources: int32 [slots of the new batch], -1 for an idle slot.
 move = jax.jit(_move)
 take_rows = jax.jit(_take)
-# at: int32 [tiles], out of range for a tile that ends no prompt: nothing is written.
+# at: int32 [prompts], out of range where no prompt ends: nothing is written.
 put_back = jax.jit(_put_back, donate_argnums=0)
 # active, ended: bool [batch].
 deactivate = jax.jit(_deactivate, donate_argnums=0)

@@ -61,10 +61,13 @@ class Background(Generic[T]):
 
 
 def side_by_side(
-    jobs: Sequence[Callable[[], object]], report: Callable[[int, int], object]
+    jobs: Sequence[Callable[[], object]],
+    small: Sequence[Callable[[], object]],
+    report: Callable[[int, int], object],
 ) -> None:
     """Run jobs in threads, with the jax settings of the calling thread, and wait for all.
 
+    small: further jobs, which run last and are not reported
     report: called with the number of finished jobs and of all, at the start and after each
 
     A job that raises is logged, and no other begins. The caller runs what they compile next, one
@@ -81,13 +84,17 @@ def side_by_side(
     )
     try:
         report(0, len(jobs))
-        futures = [pool.submit(run, job) for job in jobs]
-        for finished, future in enumerate(as_completed(futures), 1):
+        reported = {pool.submit(run, job) for job in jobs}
+        futures = [*reported, *(pool.submit(run, job) for job in small)]
+        finished = 0
+        for future in as_completed(futures):
             if not future.cancelled() and (error := future.exception()) is not None:
                 logger.warning("a program did not compile beside others", exc_info=error)
                 for waiting in futures:
                     waiting.cancel()
-            report(finished, len(jobs))
+            if future in reported:
+                finished += 1
+                report(finished, len(jobs))
     finally:
         # An interrupt waits for no program; the end of the process waits for those that run.
         pool.shutdown(wait=False, cancel_futures=True)

@@ -36,6 +36,11 @@ class Buckets:
         """Tiles of a prefill call at most."""
         return max(1, self.config.max_num_batched_tokens // self.prefill_tile)
 
+    @property
+    def max_ending(self) -> int:
+        """Prompts that end in a prefill call at most."""
+        return min(self.max_tiles, self.config.max_num_seqs)
+
     def pages(self, num_blocks: int) -> int:
         """Return the columns of the block table for requests of at most so many blocks."""
         if self.on_gpu:

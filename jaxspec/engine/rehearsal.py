@@ -1,14 +1,13 @@
-"""Rehearsals compile programs for later calls, on idle rows and without touching the state.
+"""Rehearsals compile programs for later calls, from shapes and without touching the state.
 
-Prefill and rounds, which need the caches, are compiled for their shapes only. A later call of the
-same programs compiles nothing. A Rehearsal has all that an admission will run: the small programs
-of jaxspec.decode.slots too, which run on rows of zeros.
+A later call of the same programs compiles nothing. A Rehearsal has all that an admission will run:
+the small programs of jaxspec.decode.slots too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -17,14 +16,16 @@ import numpy as np
 from jaxspec.config import RoundConfig
 from jaxspec.decode import programs, slots
 from jaxspec.decode import several_rounds as rounds
-from jaxspec.decode.slots import PromptRows
+from jaxspec.decode.packed import pack
+from jaxspec.decode.slots import ADMISSIONS
 from jaxspec.decode.state import DecodeState
-from jaxspec.drafts.drafter import PromptChunk
+from jaxspec.engine.prefill_tiles import PrefillTiles
 from jaxspec.engine.variants import PrefillShape, RoundShape, Variant
 from jaxspec.layers.params import Params
-from jaxspec.sampling.rows import StateLayout
+from jaxspec.sampling.rows import StateLayout, repeated
 
 Compiled = tuple[RoundShape | PrefillShape, Variant]
+Call = tuple[Any, tuple[Any, ...]]  # a jitted function, and its arguments or their shapes
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class RoundRehearsal:
     block_tables: Any
 
     def compile(self, params: Params, state: DecodeState) -> None:
-        """Compile the program for these weights and the shapes of a state."""
+        """Compile the program for these weights and a state of these shapes."""
         rounds.compile_rounds(self.cfg, self.num_rounds, params, state, self.block_tables)
 
 
@@ -49,34 +50,60 @@ class RoundRehearsal:
 class PrefillRehearsal:
     """A prefill call.
 
-    slots, block_tables, chunk, rows: of idle tiles
+    tiles: idle ones
     """
 
     shape: PrefillShape
     variant: Variant
     cfg: RoundConfig
-    slots: np.ndarray
-    block_tables: Any
-    chunk: PromptChunk
-    rows: PromptRows
+    tiles: PrefillTiles
 
-    def taken(self, processors: dict[str, Any]) -> dict[str, Any]:
-        """Return the rows of processors that a call takes."""
-        return slots.take(processors, self.slots)
+    def compile(self, params: Params, state: DecodeState) -> None:
+        """Compile the program for these weights.
 
-    def compile(self, params: Params, state: DecodeState, processors: dict[str, Any]) -> None:
-        """Compile the program for these weights and the shapes of a state.
-
-        processors: of `taken`
+        state: shapes, with a row for each prompt that ends in the call
         """
         programs.compile_prefill(
             self.cfg,
             params,
-            slots.without_rows(state, jax.tree.map(shape_of, processors)),
-            self.block_tables,
-            self.chunk,
-            slots.prefill_rows(state, self.rows),
+            slots.without_rows(state, state.sampling.processors),
+            self.tiles.block_tables,
+            self.tiles.chunk,
+            (slots.prefill_rows(state, self.tiles.rows), self.tiles.ending),
         )
+
+
+@dataclass(frozen=True)
+class SlotsRehearsal:
+    """The small programs of a batch whose state has one layout.
+
+    rows: shapes of the state without caches
+    ended: the same, with a row for each prompt that ends in a prefill call
+    processors: NumPy rows of idle requests, ADMISSIONS of them; {} without processors
+    """
+
+    rows: DecodeState
+    ended: DecodeState
+    processors: dict[str, Any]
+
+    def calls(self) -> Iterator[Call]:
+        """Yield the calls that an admission, a prefill and the end of a request make."""
+        batch = self.rows.active.shape[0]
+        for row in jax.tree.leaves(self.processors):
+            yield repeated, (row[:1], batch)
+        yield slots.deactivate, (self.rows.active, np.zeros(batch, bool))
+        at = np.full(self.ended.active.shape[0], batch, np.int32)
+        if self.processors:
+            held = self.rows.sampling.processors
+            added = np.full(ADMISSIONS, batch, np.int32), self.processors
+            yield slots.admit_packed, (held, pack(added))
+            yield slots.take_rows, (held, at)
+        yield slots.put_back, (self.rows, at, self.ended)
+
+    def moves(self, batches: Sequence[int]) -> Iterator[Call]:
+        """Yield the calls that move the slots to batches of these sizes."""
+        for size in batches:
+            yield slots.move, (self.rows, np.full(size, -1, np.int32))
 
 
 @dataclass(frozen=True)
@@ -84,59 +111,58 @@ class Rehearsal:
     """The programs that an admission runs, in this order.
 
     params: the weights of target and draft
-    state: the shapes of the present state, a ShapeDtypeStruct for each array
-    batches: the sizes that the batch moves through
-    layout: the sampling state's after that
-    processors: idle rows for slots.admit; {} without processors
+    moves: of the batches on the way, for the layout that the state has
+    layout: the state's after that
+    before: shapes of the state without caches, in the new batch but not yet in this layout
+    small: the small programs in the new batch and layout
+    state, ended: shapes of the state then, and with a row for each prompt that ends
     """
 
     params: Params
-    state: DecodeState
-    batches: Sequence[int]
+    moves: Sequence[Call]
     layout: StateLayout
-    processors: dict[str, Any]
+    before: DecodeState
+    small: SlotsRehearsal
+    state: DecodeState
+    ended: DecodeState
     prefills: Sequence[PrefillRehearsal]
     rounds: RoundRehearsal
 
     def run(self) -> list[Compiled]:
         """Compile everything, and return the programs that prefill and rounds now have."""
-        rows = jax.tree.map(_zeros, slots.without_caches(self.state))
-        for batch in self.batches:
-            rows = slots.move(rows, np.full(batch, -1, np.int32))
-        rows = slots.relaid(rows, self.layout)
-        batch = rows.active.shape[0]
-        if self.processors:
-            at = np.full(slots.ADMISSIONS, batch, np.int32)
-            processors = slots.admit(rows.sampling.processors, at, self.processors)
-            rows = replace(rows, sampling=replace(rows.sampling, processors=processors))
-        slots.deactivate(_zeros(shape_of(rows.active)), np.zeros(batch, bool))
+        for call in self.moves:
+            compile_call(call)
+        slots.relaid(jax.tree.map(_zeros, self.before), self.layout)
+        for call in self.small.calls():
+            compile_call(call)
         for prefill in self.prefills:
-            taken = prefill.taken(rows.sampling.processors)
-            prefill.compile(self.params, with_caches_of(rows, self.state), taken)
-            rows = slots.put_back(rows, prefill.slots, _result(rows, taken, len(prefill.slots)))
-        self.rounds.compile(self.params, with_caches_of(rows, self.state))
+            prefill.compile(self.params, self.ended)
+        self.rounds.compile(self.params, self.state)
         return [(each.shape, each.variant) for each in (*self.prefills, self.rounds)]
 
 
-def with_caches_of(rows: DecodeState, state: DecodeState) -> DecodeState:
-    """Return the shapes of these rows, with the caches of a state of shapes."""
-    return slots.with_caches(jax.tree.map(shape_of, rows), state)
+def compile_call(call: Call) -> None:
+    """Compile a jitted function for arguments of these shapes."""
+    function, args = call
+    function.lower(*args).compile()
+
+
+def different(calls: Iterator[Call]) -> Iterator[Call]:
+    """Yield each program once."""
+    seen = set()
+    for function, args in calls:
+        leaves, structure = jax.tree.flatten(args)
+        key = (function, structure, *(getattr(x, "shape", x) for x in leaves))
+        key = (*key, *(getattr(x, "dtype", None) for x in leaves))
+        if key not in seen:
+            seen.add(key)
+            yield function, args
 
 
 def shape_of(x: jax.Array) -> jax.ShapeDtypeStruct:
     """Return the shape of an array, with its sharding where that is fixed."""
     sharding = x.sharding if x.committed else None
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding, weak_type=x.weak_type)
-
-
-def _result(rows: DecodeState, processors: dict[str, Any], num_tiles: int) -> DecodeState:
-    """Return the rows of a prefill call's result: zeros, and these of processors."""
-
-    def zeros(x: jax.Array) -> jax.Array:
-        return _zeros(shape_of(x).update(shape=(num_tiles, *x.shape[1:])))
-
-    result = jax.tree.map(zeros, replace(rows, sampling=replace(rows.sampling, processors={})))
-    return replace(result, sampling=replace(result.sampling, processors=processors))
 
 
 def _zeros(x: jax.ShapeDtypeStruct) -> jax.Array:

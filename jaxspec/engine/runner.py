@@ -47,18 +47,22 @@ from jaxspec.decode.slots import ADMISSIONS, PromptRows
 from jaxspec.decode.spread import everywhere, shardings, spread
 from jaxspec.decode.state import DecodeState
 from jaxspec.decode.verify import Verification
-from jaxspec.drafts.drafter import PromptChunk
 from jaxspec.engine.background import Background, side_by_side
 from jaxspec.engine.block_tables import BlockTables
 from jaxspec.engine.buckets import Buckets, Shapes
 from jaxspec.engine.draft_choice import compiled_numbers, rows_of
 from jaxspec.engine.memory import CacheMemory
+from jaxspec.engine.prefill_tiles import PrefillTiles
 from jaxspec.engine.progress import report_nothing
 from jaxspec.engine.rehearsal import (
+    Call,
     Compiled,
     PrefillRehearsal,
     Rehearsal,
     RoundRehearsal,
+    SlotsRehearsal,
+    compile_call,
+    different,
     shape_of,
 )
 from jaxspec.engine.request import Request
@@ -102,48 +106,6 @@ FOLLOWED = (
     "_round",
 )
 OUT_OF_MEMORY = (MemoryError, jax.errors.JaxRuntimeError)  # of the host, of the device
-
-
-@dataclass(frozen=True)
-class PrefillTiles:
-    """One call of prefill: NumPy arrays with a row per tile, a few tokens of one request.
-
-    slots:             int32 [tiles], the slot that a tile's row goes back to, where the tile ends a
-                       prompt; out of range elsewhere
-    block_tables:      as jaxspec.decode.prefill takes them, a row per tile
-    tokens:            int32 [tiles, prefill_tile]
-    start:             int32 [tiles], position of the first token
-    num_tokens:        int32 [tiles], tokens that are real; 0 for an idle tile
-    next_prompt_token: int32 [tiles], the known token after the tile, -1 where the prompt ends
-    rows:              a row for each tile, that of its request
-    """
-
-    slots: np.ndarray
-    block_tables: Any
-    tokens: np.ndarray
-    start: np.ndarray
-    num_tokens: np.ndarray
-    next_prompt_token: np.ndarray
-    rows: PromptRows
-
-    @property
-    def chunk(self) -> PromptChunk:
-        """The tiles as prefill takes them; it reads NumPy arrays as it reads JAX's."""
-        arrays: Any = (self.tokens, self.start, self.num_tokens, self.next_prompt_token)
-        return PromptChunk(*arrays)
-
-    @classmethod
-    def idle(
-        cls, prefill_tile: int, num_slots: int, block_tables: Any, rows: PromptRows
-    ) -> PrefillTiles:
-        """Return tiles that hold no request; the caller fills in those that do."""
-        (num_tiles,) = rows.next_token.shape
-
-        def column(value: int) -> np.ndarray:
-            return np.full(num_tiles, value, np.int32)
-
-        tokens = np.zeros((num_tiles, prefill_tile), np.int32)
-        return cls(column(num_slots), block_tables, tokens, column(0), column(0), column(-1), rows)
 
 
 @dataclass(eq=False)
@@ -315,7 +277,8 @@ class ModelRunner:
         self._layout = layout
         cfg, batch, stops = self._first_state(layout)
         self._failures_seen = mailboxes.num_failures(cfg)
-        self._state = _init_state(cfg, batch, stops, **self._caches(num_blocks))
+        state = _init_state(cfg, batch, stops, **self._caches(num_blocks))
+        self._state = jax.tree.map(_committed, state)
         self.tables.reset(batch)
 
     def _compile_begin(self, layout: StateLayout, num_blocks: tuple[int, ...]) -> None:
@@ -351,7 +314,7 @@ class ModelRunner:
     def set_state(self, state: DecodeState) -> None:
         """Go on with a state made elsewhere, whose sampling rows hold no logits processor."""
         self._failures_seen = mailboxes.num_failures(self.configs.greedy)
-        self._state = state
+        self._state = jax.tree.map(_committed, state)
         self._layout = self._layout.hold(GREEDY).with_stops(state.stop_token_ids.shape[1])
         self._set_needed(self._layout)
         self.tables.reset(state.active.shape[0])
@@ -485,7 +448,7 @@ class ModelRunner:
     def _relaid(self, rows: DecodeState, layout: StateLayout) -> DecodeState:
         cfg = self.configs.greedy
         if cfg.placement.mesh is None:
-            return slots.relaid(rows, layout)
+            return jax.tree.map(_committed, slots.relaid(rows, layout))
         key = layout.held, tuple(sorted(layout.sizes.items()))
         if key not in self._relays:
             relaid = partial(slots.relaid, layout=layout)
@@ -563,12 +526,13 @@ class ModelRunner:
             rows.append(range(first, len(placed)))
         size = self.buckets.tiles(len(placed))
         pages = self.buckets.pages(max(chunk.request.num_pages for chunk in chunks))
-        serving = self._serve_prefill(features, PrefillShape(self.num_slots, size, pages))
+        serving = self._serve_prefill(features, PrefillShape(size, pages))
         self._set_layout(serving.layout)
         owners = [chunk.request for chunk, _ in placed]
         tables = self.tables.for_prefill(owners, size, pages)
         prompts = self._prompt_rows(owners, size, self._layout)
-        tiles = PrefillTiles.idle(tile, self.num_slots, tables, prompts)
+        tiles = PrefillTiles.idle(tile, self.num_slots, self.buckets.max_ending, tables, prompts)
+        ended = 0
         for row, (chunk, offset) in enumerate(placed):
             end = offset + tile
             part = chunk.token_ids[offset:end]
@@ -577,7 +541,8 @@ class ModelRunner:
             is_last = end >= len(chunk.token_ids)
             tiles.next_prompt_token[row] = chunk.next_token if is_last else chunk.token_ids[end]
             if is_last and chunk.ends:
-                tiles.slots[row] = slot_of(chunk.request)
+                tiles.slots[ended], tiles.ending[ended] = slot_of(chunk.request), row
+                ended += 1
         verification = self._prefill(serving.cfg, tiles)
         serving.noted()
         return verification, rows
@@ -590,7 +555,7 @@ class ModelRunner:
             slots.without_rows(self.state, processors),
             tiles.block_tables,
             tiles.chunk,
-            slots.prefill_rows(self.state, tiles.rows),
+            (slots.prefill_rows(self.state, tiles.rows), tiles.ending),
             compilation=self.config.compilation,
         )
         rows = slots.put_back(
@@ -780,7 +745,7 @@ class ModelRunner:
         if self._variants.serving(shape, needed) or not self._variants.knows(shape):
             return True
         level = level_for(needed, self._needed, limits_drafts=self.speculative is not None)
-        job = self._compile_aside(level, False, shape, self._variants.prefills(batch))
+        job = self._compile_aside(level, False, shape, self._variants.prefills())
         return job in self._uncompilable
 
     def _is_served(
@@ -813,7 +778,7 @@ class ModelRunner:
             tiles = sum(-(-n // self.prefill_tile) for n in tokens)
             most = self.buckets.max_tiles
             calls = {min(tiles, most), tiles % most if tiles > most else 0} - {0}
-            return [PrefillShape(batch, size, pages) for size in {*map(self.buckets.tiles, calls)}]
+            return [PrefillShape(size, pages) for size in {*map(self.buckets.tiles, calls)}]
 
         shape = RoundShape(batch, pages, K)
         of_rounds = replace(features, prompt_logprobs=False)
@@ -859,18 +824,47 @@ class ModelRunner:
             return job
         buckets = self.config.batch_buckets
         assert buckets is not None
-        layout = variant.layout(self._needed)
+        layout, moves, at = variant.layout(self._needed), [], self.num_slots
+        for batch in _path(buckets, at, shape.batch):
+            moves += self._slots_rehearsal(self._layout, at).moves([batch])
+            at = batch
         rehearsal = Rehearsal(
             self.params,
-            jax.tree.map(shape_of, self.state),
-            _path(buckets, self.num_slots, shape.batch),
+            moves,
             layout,
-            self._processor_rows([], layout),
-            [self._prefill_rehearsal(of_prefill, each) for each in prefills],
+            self._rows_in(self._layout, at),
+            self._slots_rehearsal(layout, at),
+            self._state_in(layout, at),
+            self._state_in(layout, self.buckets.max_ending),
+            [
+                self._prefill_rehearsal(of_prefill, each)
+                for each in prefills
+                if not self._variants.has(each, of_prefill)
+            ],
             self._round_rehearsal(variant, shape),
         )
         self._background.submit(job, rehearsal.run)
         return job
+
+    def _rows_in(self, layout: StateLayout, batch: int) -> DecodeState:
+        """Return the shapes of the state without caches in a layout and a batch."""
+        rows = slots.shapes_in(slots.without_caches(self.state), layout, batch)
+        cfg = self.configs.greedy
+        if cfg.placement.mesh is not None:
+            return jax.tree.map(lambda x, to: x.update(sharding=to), rows, shardings(cfg, rows))
+        sharding = self.state.seq_lens.sharding
+        return jax.tree.map(lambda x: x.update(sharding=sharding), rows)
+
+    def _state_in(self, layout: StateLayout, batch: int) -> DecodeState:
+        """As _rows_in, with the caches of the state."""
+        return slots.with_caches(self._rows_in(layout, batch), jax.tree.map(shape_of, self.state))
+
+    def _slots_rehearsal(self, layout: StateLayout, batch: int) -> SlotsRehearsal:
+        return SlotsRehearsal(
+            self._rows_in(layout, batch),
+            self._rows_in(layout, self.buckets.max_ending),
+            self._processor_rows([], layout) if layout.held else {},
+        )
 
     def _round_rehearsal(self, variant: Variant, shape: RoundShape) -> RoundRehearsal:
         return RoundRehearsal(
@@ -883,20 +877,14 @@ class ModelRunner:
 
     def _prefill_rehearsal(self, variant: Variant, shape: PrefillShape) -> PrefillRehearsal:
         tiles = self._idle_tiles(shape, variant.layout(self._needed))
-        return PrefillRehearsal(
-            shape,
-            variant,
-            self.configs.get(variant.features),
-            tiles.slots,
-            tiles.block_tables,
-            tiles.chunk,
-            tiles.rows,
-        )
+        return PrefillRehearsal(shape, variant, self.configs.get(variant.features), tiles)
 
     def _idle_tiles(self, shape: PrefillShape, layout: StateLayout) -> PrefillTiles:
         tables = self.tables.idle(shape.tiles, shape.pages)
         rows = self._prompt_rows([], shape.tiles, layout)
-        return PrefillTiles.idle(self.prefill_tile, shape.batch, tables, rows)
+        return PrefillTiles.idle(
+            self.prefill_tile, self.num_slots, self.buckets.max_ending, tables, rows
+        )
 
     def _compile_exact(
         self, features: SamplingFeatures, shape: RoundShape, limits_drafts: bool
@@ -904,8 +892,7 @@ class ModelRunner:
         """Compile the programs of just these features in the background, for later rounds."""
         if self._may_compile_aside:
             variant = Variant.of(features, self._needed, limits_drafts=limits_drafts)
-            prefills = self._variants.prefills(shape.batch)
-            self._compile_aside(variant, False, shape, prefills)
+            self._compile_aside(variant, False, shape, self._variants.prefills())
 
     # --- warm-up ---------------------------------------------------------------------------------
 
@@ -961,25 +948,34 @@ class ModelRunner:
     def _warm(self, variants: Sequence[Warmed], shapes: Shapes) -> int:
         """Compile the variants' programs, then run each once on idle slots; return their number.
 
-        Where that is possible, threads compile them from shapes first. The runs compile the small
-        programs between them, and the first request finds everything launched once.
+        Where that is possible, threads compile them from shapes first. After the runs, the first
+        request finds everything launched once.
         """
         self._follow_overrides()
         total = sum(
-            len(self._shapes_of(each, batch, shapes))
-            for each, batch in itertools.product(variants, shapes.batches)
+            len(self._prefills_of(each, shapes))
+            + sum(len(self._rounds_of(each, batch, shapes)) for batch in shapes.batches)
+            for each in variants
         )
+        report = self.on_compiled
         if self._may_compile_aside:
-            side_by_side(list(self._compilations(variants, shapes)), self.on_compiled)
+            calls = different(self._small_calls(variants, shapes))
+            small = [partial(compile_call, call) for call in calls]
+            side_by_side(list(self._compilations(variants, shapes)), small, report)
             report = report_nothing
-        else:
-            report = self.on_compiled
         report(0, total)
         finished = itertools.count(1)
         for each, batch in self._with_state_of(variants, shapes):
-            for shape in self._shapes_of(each, batch, shapes):
-                self._run_idle(each, shape)
+            for shape in self._rounds_of(each, batch, shapes):
+                self._run_idle_round(each.rounds, shape)
                 report(next(finished), total)
+            prefills = self._prefills_of(each, shapes)
+            if batch != shapes.batches[0]:  # batches share them, but not what follows them
+                prefills = prefills[:1]
+            for shape in prefills:
+                self._run_idle_prefill(each.prefill, shape)
+                if batch == shapes.batches[0]:
+                    report(next(finished), total)
         self._forget_choices()
         return total
 
@@ -1002,44 +998,52 @@ class ModelRunner:
             if shapes.batches:
                 self.move([-1] * shapes.batches[0])  # and back, with these arrays
 
-    def _shapes_of(
-        self, each: Warmed, batch: int, shapes: Shapes
-    ) -> list[RoundShape | PrefillShape]:
-        """Return the shapes of a variant's prefills and rounds in a batch."""
-        tiles = shapes.tiles if each.of_prefill is not None else []
+    def _rounds_of(self, each: Warmed, batch: int, shapes: Shapes) -> list[RoundShape]:
+        """Return the shapes of a variant's rounds in a batch."""
         numbers = self._drafts_of(batch) if each.of_rounds is not None else []
-        return [
-            *(PrefillShape(batch, *size) for size in itertools.product(tiles, shapes.pages)),
-            *(RoundShape(batch, pages, K) for K, pages in itertools.product(numbers, shapes.pages)),
-        ]
+        return [RoundShape(batch, n, K) for K, n in itertools.product(numbers, shapes.pages)]
+
+    def _prefills_of(self, each: Warmed, shapes: Shapes) -> list[PrefillShape]:
+        """Return the shapes of a variant's prefills, the smallest first."""
+        tiles = shapes.tiles if each.of_prefill is not None else []
+        return [PrefillShape(*size) for size in itertools.product(tiles, shapes.pages)]
 
     def _compilations(
         self, variants: Sequence[Warmed], shapes: Shapes
     ) -> Iterator[Callable[[], None]]:
-        """Yield what compiles each program, for the shapes of its state."""
-        prefills = set()  # their rows are those of tiles, so batches share them
-        for each, batch in self._with_state_of(variants, shapes):
-            state = jax.tree.map(shape_of, self.state)
-            for shape in self._shapes_of(each, batch, shapes):
-                if isinstance(shape, RoundShape):
+        """Yield what compiles each round and each prefill."""
+        for each in variants:
+            layout = each.layout(self._needed)
+            for batch in shapes.batches:
+                state = self._state_in(layout, batch)
+                for shape in self._rounds_of(each, batch, shapes):
                     rehearsal = self._round_rehearsal(each.rounds, shape)
                     yield partial(rehearsal.compile, self.params, state)
-                elif (key := (each.prefill, shape.tiles, shape.pages)) not in prefills:
-                    prefills.add(key)
-                    prefill = self._prefill_rehearsal(each.prefill, shape)
-                    taken = prefill.taken(self.state.sampling.processors)
-                    yield partial(prefill.compile, self.params, state, taken)
+            ended = self._state_in(layout, self.buckets.max_ending)
+            for shape in self._prefills_of(each, shapes):
+                prefill = self._prefill_rehearsal(each.prefill, shape)
+                yield partial(prefill.compile, self.params, ended)
 
-    def _run_idle(self, each: Warmed, shape: RoundShape | PrefillShape) -> None:
-        """Run a program once, on idle slots."""
-        if isinstance(shape, RoundShape):
-            tables = dict(enumerate(self.tables.idle(shape.batch, shape.pages)))
-            jax.block_until_ready(self._round(self._round_cfg(each.rounds, shape), tables))
-            self._variants.add(shape, each.rounds)
-            return
+    def _small_calls(self, variants: Sequence[Warmed], shapes: Shapes) -> Iterator[Call]:
+        """Yield the calls of the small programs; some of them several times."""
+        for each in variants:
+            layout = each.layout(self._needed)
+            for i, batch in enumerate(shapes.batches):
+                small = self._slots_rehearsal(layout, batch)
+                yield from small.calls()
+                yield from small.moves([*shapes.batches[:i][-1:], *shapes.batches[i + 1 : i + 2]])
+
+    def _run_idle_round(self, variant: Variant, shape: RoundShape) -> None:
+        """Run a step's rounds once, on idle slots."""
+        tables = dict(enumerate(self.tables.idle(shape.batch, shape.pages)))
+        jax.block_until_ready(self._round(self._round_cfg(variant, shape), tables))
+        self._variants.add(shape, variant)
+
+    def _run_idle_prefill(self, variant: Variant, shape: PrefillShape) -> None:
+        """Run a prefill call once, on idle tiles."""
         tiles = self._idle_tiles(shape, self._layout)
-        self._prefill(self.configs.get(each.prefill.features), tiles)
-        self._variants.add(shape, each.prefill)
+        self._prefill(self.configs.get(variant.features), tiles)
+        self._variants.add(shape, variant)
 
     def _drafts_of(self, batch: int) -> set[int]:
         """Every K of a batch bucket's rounds: any number of its requests may generate at a time.
@@ -1076,6 +1080,15 @@ def _init_state(
         )
 
     return spread(init, 1, None)(cfg)
+
+
+def _committed(x: jax.Array) -> jax.Array:
+    """Return the array bound to its device, without a copy.
+
+    A program with an exported kernel binds its results, and a program is compiled anew for
+    arguments that are bound. So the state is bound from the start.
+    """
+    return x if x.committed else jax.device_put(x, x.sharding)
 
 
 def _path(buckets: Sequence[int], start: int, end: int) -> list[int]:

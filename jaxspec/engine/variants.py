@@ -145,9 +145,8 @@ class RoundShape:
 
 @dataclass(frozen=True)
 class PrefillShape:
-    """The shape of a prefill call: slots of the batch, its tiles, columns of the block tables."""
+    """The shape of a prefill call, in any batch: its tiles, columns of the block tables."""
 
-    batch: int
     tiles: int
     pages: int
 
@@ -179,9 +178,9 @@ class Variants:
         """Return whether some program of this shape is compiled."""
         return shape in self._compiled
 
-    def prefills(self, batch: int) -> list[PrefillShape]:
-        """Return the shapes of the prefill calls that are compiled for a batch."""
-        return [s for s in self._compiled if isinstance(s, PrefillShape) and s.batch == batch]
+    def prefills(self) -> list[PrefillShape]:
+        """Return the shapes of the prefill calls that are compiled."""
+        return [s for s in self._compiled if isinstance(s, PrefillShape)]
 
     def serving(
         self,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -208,8 +209,7 @@ def change_layout(sampling: SamplingState, layout: StateLayout) -> SamplingState
     neutral = sampling_rows(layout, [IDLE]).processors
 
     def fill(row: np.ndarray) -> jax.Array:
-        """[1, ...] -> [batch, ...], of which one row crosses to the device."""
-        return jnp.broadcast_to(jnp.asarray(row), (batch, *row.shape[1:]))
+        return repeated(row, batch)
 
     states = {}
     for processor in PROCESSORS:
@@ -219,6 +219,12 @@ def change_layout(sampling: SamplingState, layout: StateLayout) -> SamplingState
         elif name in layout.held:
             states[name] = jax.tree.map(fill, neutral[name])
     return replace(sampling, processors=states)
+
+
+@partial(jax.jit, static_argnums=1)
+def repeated(row: jax.Array, batch: int) -> jax.Array:
+    """[1, ...] -> [batch, ...]; of a NumPy array, one row crosses to the device."""
+    return jnp.broadcast_to(row, (batch, *row.shape[1:]))
 
 
 def _power_of_two(n: int) -> int:

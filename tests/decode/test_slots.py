@@ -53,7 +53,7 @@ def test_moved_rows_bring_everything_and_the_others_are_idle() -> None:
     assert ended.tolist() == [False, False, True, False]
 
 
-def test_only_tiles_that_end_a_prompt_come_back() -> None:
+def test_only_prompts_that_end_come_back() -> None:
     model = agreeing_model("eagle")
     cfg = model.round_config(K)
     tables, num_blocks = block_tables(3, cfg)
@@ -61,7 +61,7 @@ def test_only_tiles_that_end_a_prompt_come_back() -> None:
         cfg, model.params, random_prompts((5, 9, 1)), sampling_state([1, 2, 3]), tables, num_blocks
     )
     rows = slots.without_caches(state)
-    at = np.asarray([3, 1], np.int32)  # 3 rows: the first tile ends nothing
+    at = np.asarray([3, 1], np.int32)  # 3 rows: the first is of no prompt
     taken = slots.take({"rows": rows}, at)["rows"]
     assert taken.next_token[1] == rows.next_token[1]
     taken = replace(taken, active=jnp.zeros_like(taken.active))
@@ -73,7 +73,10 @@ def test_only_tiles_that_end_a_prompt_come_back() -> None:
 
 @pytest.mark.parametrize("compilation", ["round", "eager"])
 def test_prefill_makes_the_same_of_rows_that_the_host_has(compilation: str) -> None:
-    """The second request was preempted after two tokens; the third ends at its first one."""
+    """The second request was preempted after two tokens; the third ends at its first one.
+
+    The rows come back in the order of `ending`, whose last entry is of no prompt.
+    """
     model = agreeing_model("eagle3")
     cfg = model.round_config(K, max_num_verify_tokens=8)
     tables, num_blocks = block_tables(3, cfg)
@@ -98,20 +101,32 @@ def test_prefill_makes_the_same_of_rows_that_the_host_has(compilation: str) -> N
             dtype=jnp.float32,
             cache_dtype=jnp.float32,
         )
-        rows = None
+        prompts = None
         if of_host:
             rows = slots.prefill_rows(state, slots.PromptRows(**own, sampling=sampling))
-            state = slots.without_rows(state, {})
+            prompts = rows, ints([2, 0, 1, 3])
+            state = slots.without_rows(state, {"row": jnp.asarray([20, 0, 10, 90])})
         else:
             state = replace(state, **jax.tree.map(jnp.asarray, own))
         results.append(
             programs.run_prefill(
-                cfg, model.params, state, tables, chunk, rows, compilation=compilation
+                cfg, model.params, state, tables, chunk, prompts, compilation=compilation
             )
         )
-    assert jax.tree.structure(results[0]) == jax.tree.structure(results[1])
-    jax.tree.map(np.testing.assert_array_equal, *results)
-    verification, state = results[1]
+    (expected, all_rows), (verification, state) = results
+    jax.tree.map(np.testing.assert_array_equal, expected, verification)
+    assert state.sampling.processors["row"][:3].tolist() == [20, 0, 10]  # a row of each tile
+    state = replace(state, sampling=replace(state.sampling, processors={}))
+    jax.tree.map(np.testing.assert_array_equal, all_rows.target_caches, state.target_caches)
+    all_rows, ended = slots.without_caches(all_rows), slots.without_caches(state)
+    assert jax.tree.structure(all_rows) == jax.tree.structure(ended)
+    for one, other in ((2, 0), (0, 1), (1, 2)):
+        jax.tree.map(
+            lambda x, y, one=one, other=other: np.testing.assert_array_equal(x[one], y[other]),
+            all_rows,
+            ended,
+        )
+    state = all_rows
     assert verification.num_sampled.tolist() == [1, 0, 1]
     assert state.active.tolist() == [True, True, False] and state.next_token[1] == 7
 

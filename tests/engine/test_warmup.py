@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from dataclasses import replace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 from jaxspec import LLM, SamplingParams
@@ -45,14 +47,54 @@ def test_threads_compile_each_program_once(
     compilers: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     llm = small_engine()
-    assert llm.warmup(sampling_params=GREEDY, progress=True) == 4
-    assert len(compilers) == 3, "both batches have one prefill"
+    assert llm.warmup(sampling_params=GREEDY, progress=True) == 3, "batches share prefills"
+    assert len(compilers) == 3
     assert capsys.readouterr().err == "compiling 3 programs\n"
     assert all(name.startswith("jaxspec-warmup") for name in compilers), compilers
     with counting_compilations() as compiled:
         llm.generate([[1, 2], [3]], SamplingParams(0.0, max_tokens=9))
     assert not compiled
     assert not [t for t in threading.enumerate() if t.name.startswith("jaxspec-warmup")]
+
+
+def test_threads_compile_the_small_programs_too() -> None:
+    """Those between prefill and rounds; afterwards requests of any kind compile nothing."""
+    jax.clear_caches()
+    found: set[tuple[str, str]] = set()
+
+    def listen(event: str, _seconds: float, **details: object) -> None:
+        if event == COMPILED:
+            found.add((threading.current_thread().name, str(details.get("fun_name"))))
+
+    llm = small_engine()
+    # Toys have no caches, which are what binds the results of other models' prefills.
+    llm.runner.params = jax.device_put(llm.runner.params, jax.devices()[0])
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        llm.warmup()
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+    alone = {name for thread, name in found if not thread.startswith("jaxspec-warmup")}
+    assert alone == {"jit(_init_state)"}
+    kinds = [
+        SamplingParams(0.0),
+        SamplingParams(0.0, presence_penalty=1.0),
+        SamplingParams(1.0, top_p=0.9),
+        SamplingParams(1.0, logprobs=2, logit_bias={1: 2.0}),
+    ]
+    with counting_compilations() as compiled:
+        for first, second in itertools.permutations(kinds, 2):
+            llm.generate([[1, 2], [3]], [first, second])
+            llm.generate([1, 2], first)
+    assert not compiled
+
+
+def test_the_state_is_bound_to_its_device_from_the_start() -> None:
+    """A program with an exported kernel binds its results: a second prefill would compile anew."""
+    llm = small_engine()
+    assert all(x.committed for x in jax.tree.leaves(llm.runner.state))
+    llm.runner.set_state(jax.tree.map(jnp.copy, llm.runner.take_state()))
+    assert all(x.committed for x in jax.tree.leaves(llm.runner.state))
 
 
 def test_threads_have_the_callers_settings_of_jax(compilers: list[str]) -> None:
