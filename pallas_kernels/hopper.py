@@ -7,6 +7,7 @@ from jax._src import config as jax_config
 
 CAPABILITY = "9.0"
 NUM_SMS = 132  # of an H100 and an H200
+_for_another_process = False
 
 
 def too_old() -> str | None:
@@ -27,9 +28,15 @@ def interpreting() -> bool:
     return jax_config.pallas_tpu_interpret_mode_context_manager.value is not None
 
 
+def lower_for_another_process() -> None:
+    """Let this process lower kernels that it does not run."""
+    global _for_another_process
+    _for_another_process = True
+
+
 def missing() -> str | None:
     """Return which device is here instead of a Hopper GPU, None with one or in the interpreter."""
-    if interpreting():
+    if interpreting() or _for_another_process:
         return None
     # Ahead-of-time compilation for a device that is not here.
     described = jax.sharding.get_abstract_mesh().abstract_device

@@ -15,6 +15,7 @@ import re
 import threading
 import uuid
 from collections.abc import Callable, Hashable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import wraps
 from importlib.metadata import version
@@ -38,6 +39,8 @@ TRACE_SETTINGS = (
     "jax_numpy_dtype_promotion",
     "jax_threefry_partitionable",
 )
+
+COMPILERS = 4  # threads that compile new kernels while programs are traced
 
 logger = logging.getLogger(__name__)
 
@@ -79,6 +82,14 @@ def keep_in(folder: Path | None) -> None:
     None: in this process alone
     """
     _EXPORTS.folder = folder
+
+
+def lower_by(lower: Callable[[Call], export.Exported | None] | None) -> None:
+    """Ask this function for new exports; this process makes those that it returns None for.
+
+    None: this process makes all
+    """
+    _EXPORTS.lower = lower
 
 
 @dataclass(frozen=True)
@@ -124,12 +135,15 @@ class Exports:
     """The exports of this process.
 
     folder: keeps them for later processes; None: nothing is kept
+    lower: makes them elsewhere; see lower_by
     """
 
     def __init__(self) -> None:
         self.folder: Path | None = None
+        self.lower: Callable[[Call], export.Exported | None] | None = None
         self._found: dict[Call, export.Exported] = {}
         self._locks: dict[Call, threading.Lock] = {}
+        self._compilers = ThreadPoolExecutor(COMPILERS, thread_name_prefix="jaxspec-kernels")
 
     def get(self, call: Call) -> export.Exported:
         """Return a call's export, which one thread reads or makes."""
@@ -152,7 +166,9 @@ class Exports:
                 pass
             except Exception as e:  # of an incomplete or a foreign file
                 logger.warning("%s: expected a lowered kernel, got %r; it is lowered anew", path, e)
-        made = call.export()
+        made = (self.lower and self.lower(call)) or call.export()
+        if _may_compile_early():
+            self._compilers.submit(_compile, made, call.shapes)
         if path is not None:
             self._keep(made, path)
         return made
@@ -174,6 +190,23 @@ class Exports:
 
 
 _EXPORTS = Exports()
+
+
+def _may_compile_early() -> bool:
+    """Return whether programs run in this process, on one GPU."""
+    return jax.sharding.get_abstract_mesh().empty and jax.default_backend() == "gpu"
+
+
+def _compile(made: export.Exported, shapes: Sequence[jax.ShapeDtypeStruct]) -> None:
+    """Compile a new kernel by itself.
+
+    A process compiles a kernel once. So the first program, which compiles its kernels one after the
+    other, finds them compiled.
+    """
+    try:
+        jax.jit(made.call).lower(*shapes).compile()
+    except Exception as e:  # the program tells what is wrong
+        logger.debug("%s does not compile alone: %r", made.fun_name, e)
 
 
 def _shape_of(leaf: Any) -> jax.ShapeDtypeStruct:

@@ -13,6 +13,7 @@ rehearsal         compiles all that an admission will run
 background        compiles in threads: while rounds run, and side by side in warm-up
 first_logits      whether the logits of the first prefill overflowed
 memory            the sizes of the KV cache's pools
+prefill_tiles     the arrays of a prefill call, on the host
 block_tables      block tables of the running requests, on the host and on the device
 buckets           the few shapes that programs are compiled for
 warmup            compiles the shapes that requests will need

@@ -15,7 +15,7 @@ from typing import Generic, TypeVar
 import jax
 
 T = TypeVar("T")
-MOST_THREADS = 8
+MOST_THREADS = 16
 
 logger = logging.getLogger(__name__)
 

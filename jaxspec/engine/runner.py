@@ -88,6 +88,7 @@ from jaxspec.parallel.processes import Channel, ProcessError, end_process
 from jaxspec.sampling.params import SamplingParams
 from jaxspec.sampling.processors.processor import SampledRequest, Vocabulary
 from jaxspec.sampling.rows import STOPS, StateLayout, features_of, sampling_rows
+from pallas_kernels.lowering_workers import lowering_elsewhere
 
 logger = logging.getLogger(__name__)
 
@@ -961,7 +962,8 @@ class ModelRunner:
         if self._may_compile_aside:
             calls = different(self._small_calls(variants, shapes))
             small = [partial(compile_call, call) for call in calls]
-            side_by_side(list(self._compilations(variants, shapes)), small, report)
+            with lowering_elsewhere():
+                side_by_side(list(self._compilations(variants, shapes)), small, report)
             report = report_nothing
         report(0, total)
         finished = itertools.count(1)

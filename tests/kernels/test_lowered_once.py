@@ -14,11 +14,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import export
 from jax.sharding import AbstractMesh
 
 from pallas_kernels import lowered_once as module
 from pallas_kernels.lowered_once import Call, Exports, lowered_once
 from tests.kernels.interpreter import needs_mosaic
+from tests.support.compilations import COMPILED
 
 X = jnp.arange(6.0).reshape(2, 3)
 
@@ -203,3 +205,42 @@ def test_a_kernel_is_lowered_for_a_gpu_once(monkeypatch: pytest.MonkeyPatch) -> 
     found = [text(norm), text(lambda x, w: norm(norm(x, w), w))]
     assert len(lowered) == 1
     assert [each.count("stablehlo.custom_call @mosaic_gpu_v2") for each in found] == [1, 1]
+
+
+@lowered_once()
+def tripled(x: jax.Array) -> jax.Array:
+    return x * 3
+
+
+def test_a_new_kernel_compiles_beside_the_trace(
+    exports: Exports, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """And one from the folder does not: its programs are kept too."""
+    monkeypatch.setattr(module, "_may_compile_early", lambda: True)
+    found: list[str] = []
+
+    def listen(event: str, _seconds: float, **_: object) -> None:
+        if event == COMPILED:
+            found.append(threading.current_thread().name.split("_")[0])
+
+    exports.folder = tmp_path
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        for _ in range(2):
+            jax.jit(tripled).lower(X)
+            exports._compilers.shutdown()
+            monkeypatch.setattr(module, "_EXPORTS", exports := Exports())
+            exports.folder = tmp_path
+            jax.clear_caches()
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+    assert found == ["jaxspec-kernels"]
+
+
+def test_what_does_not_compile_alone_is_left_to_the_program(
+    exports: Exports, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_may_compile_early", lambda: True)
+    monkeypatch.setattr(export.Exported, "call", property(lambda _: 1 / 0))
+    exports.get(Call(lambda x: x, jax.tree.structure({"x": 0}), (jax.typeof(X),), (), ()))
+    exports._compilers.shutdown()
