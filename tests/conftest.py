@@ -79,7 +79,7 @@ def pytest_configure(config: pytest.Config) -> None:
     jax.config.update("jax_default_matmul_precision", "highest")
     jax.config.update("jax_numpy_dtype_promotion", "strict")
     # Reading a program takes 5 ms, and the least that is compiled takes 20.
-    compilation_cache.use(_compilation_cache(), min_compile_seconds=0.0)
+    compilation_cache.use(_compilation_cache())
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 

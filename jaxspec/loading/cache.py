@@ -55,7 +55,7 @@ def keep_compiled_programs() -> None:
     kernels: Path | None = None
     if chosen is None:
         _kept = cache_dir()
-        compilation_cache.use(_kept / "compiled", min_compile_seconds=1.0)
+        compilation_cache.use(_kept / "compiled")
         kernels = _kept / "kernels"
     elif _kept is not None and chosen == str(_kept / "compiled"):
         kernels = _kept / "kernels"

@@ -16,14 +16,14 @@ import jax
 MOST_BYTES = 2 << 30
 
 
-def use(folder: Path, *, min_compile_seconds: float, most_bytes: int = MOST_BYTES) -> None:
-    """Keep programs that compile for at least min_compile_seconds in the folder.
+def use(folder: Path, *, most_bytes: int = MOST_BYTES) -> None:
+    """Keep compiled programs in the folder, those that compile fast too: reading is faster.
 
     The oldest programs are removed first, down to most_bytes.
     """
     trim(folder, most_bytes)
     jax.config.update("jax_compilation_cache_dir", str(folder))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", min_compile_seconds)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
 
 def trim(folder: Path, most_bytes: int) -> None:
