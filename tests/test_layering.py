@@ -34,11 +34,13 @@ ROOMS = (
     "parallel",
 )
 KERNEL_CALLERS = ("decode", "layers", "cache", "sampling")  # the rooms that call kernels
-# Beside the kernels: static descriptions, and what keeps lowered kernels. Any room may name them.
+# Beside the kernels: static descriptions, and what makes and keeps traces and lowered kernels. Any
+# room may name them.
 BESIDE_KERNELS = (
     "pallas_kernels.vocab_shards",
     "pallas_kernels.lowered_once",
     "pallas_kernels.lowering_workers",
+    "pallas_kernels.traced_once",
 )
 KERNEL_IMPORTS = {"jax", "numpy", "pallas_kernels", *sys.stdlib_module_names}
 MOST_FILES_BESIDE_ROOMS = 4

@@ -91,9 +91,10 @@ def forward(
     """
     embedded = embed(tokens, params["embed_tokens"], pass_.ops).astype(hidden.dtype)
     x = project(jnp.concatenate([embedded, hidden], axis=-1), (params["fc"],), pass_.ops)
-    rotation = llama4_text.layer_rotations(cfg.target, pass_.positions)[cfg.target.rope_layers[0]]
+    kind = llama4_text.layer_kind(cfg.target, 0)
+    rotation = llama4_text.layer_rotations(cfg.target, pass_.positions)[kind.has_rope]
     x, cache = llama4_text.decoder_layer(
-        params["layers"][0], cfg.target, 0, x, caches[0], pass_, rotation, group=0
+        params["layers"][0], cfg.target, kind, x, caches[0], pass_, rotation, group=0
     )
     normed = rms_norm(x, params["norm"], cfg.target.rms_norm_eps, pass_.ops)
     return DraftOutput(normed, normed, (cache,))

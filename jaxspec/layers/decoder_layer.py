@@ -10,6 +10,7 @@ from jaxspec.layers.mlp import add_mlp, mlp_norm
 from jaxspec.layers.norms import Norm
 from jaxspec.layers.params import Params
 from jaxspec.layers.products import ResidualStream, Stream, add_projection, pick_row, values_of
+from pallas_kernels.traced_once import traced_once
 
 
 def add_attention(
@@ -44,6 +45,7 @@ def add_attention(
     return stream, cache
 
 
+@traced_once("cfg", "eps", "group", "window")
 def dense_layer(
     layer: Params,
     cfg: AttentionConfig,

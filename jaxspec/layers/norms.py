@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import jax
+from flax import struct
 
 from jaxspec.config import Ops
 from jaxspec.layers.params import AnyWeight
 from pallas_kernels.rms_norm import rms_norm as rms_norm_op
 
 
-class Norm(NamedTuple):
+@struct.dataclass
+class Norm:
     """The RMS norm before a projection.
 
     gain:    [D]
-    eps:     epsilon under the root
+    eps:     epsilon under the root, static
     weights: of the projection; two are gate and up. Several devices begin to read them while they
              exchange; () for none
     """
 
     gain: jax.Array
-    eps: float
+    eps: float = struct.field(pytree_node=False)
     weights: tuple[AnyWeight, ...] = ()
 
 

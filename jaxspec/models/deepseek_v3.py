@@ -34,6 +34,7 @@ from jaxspec.layers.quantized import stored
 from jaxspec.models import decoder
 from jaxspec.models.decoder import TargetOutput, decoder_specs, logits, run_layers
 from jaxspec.parallel.axes import Axes
+from pallas_kernels.traced_once import traced_once
 
 __all__ = [
     "DeepseekV3Config",
@@ -194,6 +195,7 @@ def ignored_tensor(cfg: DeepseekV3Config, name: str) -> bool:
     return decoder.ignored_tensor(cfg, name) or name.startswith(mtp)
 
 
+@traced_once("cfg")
 def decoder_layer(
     layer: Params, cfg: DeepseekV3Config, x: jax.Array, cache: LatentCache, pass_: Pass
 ) -> tuple[jax.Array, LatentCache]:

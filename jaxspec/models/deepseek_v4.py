@@ -50,6 +50,7 @@ from jaxspec.layers.products import pick_row, project, project_part
 from jaxspec.layers.rope import RopeTables, rope_tables
 from jaxspec.layers.sums import sum_of_devices
 from jaxspec.models.decoder import TargetOutput, logits
+from pallas_kernels.traced_once import traced_once
 
 __all__ = [
     "DeepseekV4Config",
@@ -331,6 +332,7 @@ def layer_ropes(cfg: DeepseekV4Config, positions: jax.Array) -> tuple[RopeTables
     return compressed, main
 
 
+@traced_once("cfg", "kind", "group")
 def decoder_layer(
     layer: Params,
     cfg: DeepseekV4Config,

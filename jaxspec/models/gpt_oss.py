@@ -43,6 +43,7 @@ from jaxspec.models.decoder import (
     run_layers,
 )
 from jaxspec.parallel.axes import ONCE
+from pallas_kernels.traced_once import traced_once
 
 __all__ = ["GptOssConfig", "config_from_hf", "forward", "ignored_tensor", "logits", "param_specs"]
 
@@ -283,6 +284,7 @@ def forward(
     return run_layers(params, cfg, tokens, caches, run_layer, aux_layers=aux_layers, ops=pass_.ops)
 
 
+@traced_once("cfg", "group")
 def _layer(
     layer: Params,
     cfg: GptOssConfig,

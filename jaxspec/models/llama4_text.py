@@ -39,6 +39,7 @@ from jaxspec.layers.products import (
 from jaxspec.layers.rope import RopeTables, rope_tables
 from jaxspec.models.decoder import TargetOutput, decoder_specs, ignored_tensor, logits, run_layers
 from jaxspec.parallel.axes import Axes
+from pallas_kernels.traced_once import traced_once
 
 __all__ = ["Llama4Config", "config_from_hf", "forward", "ignored_tensor", "logits", "param_specs"]
 
@@ -218,10 +219,28 @@ def forward(
     def run_layer(
         i: int, layer: Params, x: jax.Array, cache: FullCache
     ) -> tuple[jax.Array, FullCache]:
-        group, rotation = cfg.group_of_layer[i], rotations[cfg.rope_layers[i]]
-        return decoder_layer(layer, cfg, i, x, cache, pass_, rotation, group=group)
+        kind, rotation = layer_kind(cfg, i), rotations[cfg.rope_layers[i]]
+        group = cfg.group_of_layer[i]
+        return decoder_layer(layer, cfg, kind, x, cache, pass_, rotation, group=group)
 
     return run_layers(params, cfg, tokens, caches, run_layer, aux_layers=aux_layers, ops=pass_.ops)
+
+
+@dataclass(frozen=True)
+class LayerKind:
+    """What layers differ in, but for their weights.
+
+    has_rope: whether the layer rotates queries and keys
+    window:   the most keys that a row sees; None for all
+    """
+
+    has_rope: bool
+    window: int | None
+
+
+def layer_kind(cfg: Llama4Config, i: int) -> LayerKind:
+    """Return the kind of layer i."""
+    return LayerKind(cfg.rope_layers[i], (None, cfg.chunk_size)[cfg.group_of_layer[i]])
 
 
 class Rotation(NamedTuple):
@@ -243,10 +262,11 @@ def layer_rotations(cfg: Llama4Config, positions: jax.Array) -> tuple[Rotation, 
     return Rotation((jnp.ones_like(cos), jnp.zeros_like(sin)), scale), Rotation((cos, sin), None)
 
 
+@traced_once("cfg", "kind", "group")
 def decoder_layer(
     layer: Params,
     cfg: Llama4Config,
-    i: int,
+    kind: LayerKind,
     x: jax.Array,
     cache: FullCache,
     pass_: Pass,
@@ -254,12 +274,14 @@ def decoder_layer(
     *,
     group: int,
 ) -> tuple[jax.Array, FullCache]:
-    """Run layer i on x [batch, rows, D], in a target or as the layer of an EAGLE draft.
+    """Run a layer on x [batch, rows, D], in a target or as the layer of an EAGLE draft.
+
+    The layer is dense or has experts, as its weights say.
 
     group: index of its KV-cache group in the pass's metadata
     """
     ops, weights = pass_.ops, layer["self_attn"]
-    has_norm = cfg.attention.qk_norm and cfg.rope_layers[i]
+    has_norm = cfg.attention.qk_norm and kind.has_rope
     if has_norm:  # the norm has no gain
         gain = jnp.ones(cfg.attention.head_dim, x.dtype)
         weights = {**weights, "q_norm": gain, "k_norm": gain}
@@ -271,12 +293,12 @@ def decoder_layer(
         replace(pass_, rope=rotation.rope),
         norm=Norm(layer["input_layernorm"], cfg.attention.rms_norm_eps),
         group=group,
-        window=(None, cfg.chunk_size)[cfg.group_of_layer[i]],
+        window=kind.window,
         query_scale=rotation.query_scale,
     )
     x = add_projection(x, attended, weights["o_proj"], ops).x
     x = pick_row(x, pass_.last_row)
-    if cfg.moe_layers[i]:
+    if "experts" in layer:
         return _add_moe(layer, cfg, x, ops), cache
     return add_mlp(layer, cfg.rms_norm_eps, x, ops).x, cache
 

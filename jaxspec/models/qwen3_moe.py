@@ -30,6 +30,7 @@ from jaxspec.models.llama import (
     layer_specs,
     target_layer,
 )
+from pallas_kernels.traced_once import traced_once
 
 __all__ = ["Qwen3MoeConfig", "config_from_hf", "forward", "ignored_tensor", "logits", "param_specs"]
 
@@ -123,6 +124,20 @@ def _layer(
     """Run one layer, which is dense or has experts, as its weights say; see llama.RunLayer."""
     if "experts" not in layer:
         return target_layer(layer, cfg, x, cache, pass_, next_norm=next_norm)
+    return _sparse_layer(layer, cfg, x, cache, pass_, next_norm=next_norm)
+
+
+@traced_once("cfg")
+def _sparse_layer(
+    layer: Params,
+    cfg: Qwen3MoeConfig,
+    x: Stream,
+    cache: FullCache,
+    pass_: Pass,
+    *,
+    next_norm: Norm | None,
+) -> tuple[ResidualStream, FullCache]:
+    """Run one layer with experts."""
     norm = Norm(layer["input_layernorm"], cfg.attention.rms_norm_eps)
     before_experts = Norm(layer["post_attention_layernorm"], cfg.rms_norm_eps)
     stream, cache = add_attention(

@@ -25,6 +25,7 @@ from jaxspec.sampling.processors import (
 )
 from jaxspec.sampling.processors.processor import LogitsProcessor, Window, unsplit
 from jaxspec.sampling.state import SamplingState, scale_by_temperature
+from pallas_kernels.traced_once import traced_once
 from pallas_kernels.vocab_shards import WHOLE, VocabShards
 
 
@@ -48,7 +49,7 @@ def adjust_logits(
     that only its neighbours use.
     """
     for processor in active(BEFORE_TEMPERATURE, features):
-        logits = processor.apply(sampling.processors[processor.name], logits, window)
+        logits = _apply(processor, sampling.processors[processor.name], logits, window)
     return logits
 
 
@@ -63,8 +64,15 @@ def truncate_logits(
     """Divide by temperature, then apply what follows it; dropped tokens are -inf."""
     logits = scale_by_temperature(logits, sampling.temperature)
     for processor in active(AFTER_TEMPERATURE, features):
-        logits = processor.apply(sampling.processors[processor.name], logits, window)
+        logits = _apply(processor, sampling.processors[processor.name], logits, window)
     return logits
+
+
+@traced_once("processor")
+def _apply(
+    processor: LogitsProcessor[Any], state: Any, logits: jax.Array, window: Window
+) -> jax.Array:
+    return processor.apply(state, logits, window)
 
 
 def observe_tokens(

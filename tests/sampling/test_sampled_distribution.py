@@ -19,7 +19,9 @@ import pytest
 
 from jaxspec.decode import round as decode
 from jaxspec.decode import state as decode_state
+from jaxspec.sampling import logits as logits_module
 from jaxspec.sampling.params import SamplingParams
+from jaxspec.sampling.processors import BEFORE_TEMPERATURE
 from jaxspec.sampling.processors.penalties import Penalties, PenaltiesState
 from jaxspec.sampling.processors.processor import SampledRequest, Vocabulary, Window
 from jaxspec.sampling.rows import StateLayout, features_of, sampling_rows
@@ -142,15 +144,13 @@ def test_the_first_tokens_together_follow_the_processed_target(
 def test_penalties_that_do_not_count_the_windows_own_drafts_bias_the_text(
     rule: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    right = Penalties.apply
+    class Forgetful(Penalties):  # programs share the traces of each processor
+        def apply(self, state: PenaltiesState, logits: jax.Array, window: Window) -> jax.Array:
+            assert window.draft_tokens is not None
+            no_drafts = replace(window, draft_tokens=jnp.full_like(window.draft_tokens, -1))
+            return super().apply(state, logits, no_drafts)
 
-    def forgetful(
-        self: Penalties, state: PenaltiesState, logits: jax.Array, window: Window
-    ) -> jax.Array:
-        assert window.draft_tokens is not None
-        no_drafts = replace(window, draft_tokens=jnp.full_like(window.draft_tokens, -1))
-        return right(self, state, logits, no_drafts)
-
-    monkeypatch.setattr(Penalties, "apply", forgetful)
+    processors = [Forgetful() if p.name == Penalties.name else p for p in BEFORE_TEMPERATURE]
+    monkeypatch.setattr(logits_module, "BEFORE_TEMPERATURE", tuple(processors))
     tokens, _ = first_tokens(REQUESTS["penalties"], rule, "probabilistic")
     assert not within_limit(*statistic(REQUESTS["penalties"], tokens))

@@ -93,11 +93,10 @@ PAIRS = (
 )
 
 
-def target_config(model_type: str, vocab: int = VOCAB) -> Any:
-    """Return a tiny config of any family."""
-    return models.config_from_hf(
-        {"model_type": model_type, **_COMMON, **TARGETS.get(model_type, {}), "vocab_size": vocab}
-    )
+def target_config(model_type: str, vocab: int = VOCAB, **changes: Any) -> Any:
+    """Return a tiny config of any family; changes: of its config.json."""
+    config = {**_COMMON, **TARGETS.get(model_type, {}), "vocab_size": vocab, **changes}
+    return models.config_from_hf({"model_type": model_type, **config})
 
 
 @cache

@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
+from flax import struct
 
 from jaxspec.sampling.params import SamplingParams
 from pallas_kernels.vocab_shards import WHOLE, VocabShards
@@ -50,7 +51,7 @@ class SampledRequest:
     generated_token_ids: Sequence[int] = ()
 
 
-@dataclass(frozen=True)
+@struct.dataclass
 class Window:
     """The place of the rows of logits that a processor is applied to.
 
