@@ -6,6 +6,7 @@ Python traces and lowers one program at a time, but XLA compiles without its loc
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import os
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -71,7 +72,7 @@ def side_by_side(
     report: called with the number of finished jobs and of all, at the start and after each
 
     A job that raises is logged, and no other begins. The caller runs what they compile next, one
-    after the other, and the first that fails again raises.
+    after the other, and the first that fails again raises. No garbage is collected meanwhile.
     """
     settings = _settings()
 
@@ -83,21 +84,38 @@ def side_by_side(
         min(MOST_THREADS, os.cpu_count() or 1), thread_name_prefix="jaxspec-warmup"
     )
     try:
-        report(0, len(jobs))
-        reported = {pool.submit(run, job) for job in jobs}
-        futures = [*reported, *(pool.submit(run, job) for job in small)]
-        finished = 0
-        for future in as_completed(futures):
-            if not future.cancelled() and (error := future.exception()) is not None:
-                logger.warning("a program did not compile beside others", exc_info=error)
-                for waiting in futures:
-                    waiting.cancel()
-            if future in reported:
-                finished += 1
-                report(finished, len(jobs))
+        with _garbage_kept():
+            report(0, len(jobs))
+            reported = {pool.submit(run, job) for job in jobs}
+            futures = [*reported, *(pool.submit(run, job) for job in small)]
+            finished = 0
+            for future in as_completed(futures):
+                if not future.cancelled() and (error := future.exception()) is not None:
+                    logger.warning("a program did not compile beside others", exc_info=error)
+                    for waiting in futures:
+                        waiting.cancel()
+                if future in reported:
+                    finished += 1
+                    report(finished, len(jobs))
     finally:
         # An interrupt waits for no program; the end of the process waits for those that run.
         pool.shutdown(wait=False, cancel_futures=True)
+
+
+@contextlib.contextmanager
+def _garbage_kept() -> Iterator[None]:
+    """Keep Python's garbage collector off.
+
+    Traces and lowered programs hold no cycles, but their many objects make it begin, and it reads
+    every object of the process with Python's lock held.
+    """
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 def _outcome(future: Future[T]) -> T | Exception:
