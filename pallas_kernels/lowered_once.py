@@ -24,6 +24,7 @@ from typing import Any
 
 import jax
 from jax import export
+from jax._src import config as jax_config
 
 from pallas_kernels import hopper
 
@@ -84,14 +85,6 @@ def keep_in(folder: Path | None) -> None:
     _EXPORTS.folder = folder
 
 
-def lower_by(lower: Callable[[Call], export.Exported | None] | None) -> None:
-    """Ask this function for new exports; this process makes those that it returns None for.
-
-    None: this process makes all
-    """
-    _EXPORTS.lower = lower
-
-
 @dataclass(frozen=True)
 class Call:
     """A function and the kind of its arguments.
@@ -117,7 +110,8 @@ class Call:
             )
 
         flat.__name__ = self.function.__name__
-        with jax.disable_jit(False):
+        # Whole tracebacks in locations would differ with the caller, and so by process.
+        with jax.disable_jit(False), jax_config.include_full_tracebacks_in_locations(False):
             exporting = export.export(jax.jit(flat), platforms=[PLATFORM], disabled_checks=CHECKS)
             return exporting(*self.shapes)
 
@@ -135,12 +129,13 @@ class Exports:
     """The exports of this process.
 
     folder: keeps them for later processes; None: nothing is kept
-    lower: makes them elsewhere; see lower_by
+    aside:  returns a serialised export that another process has made, None if it could not;
+            None: this process makes all
     """
 
     def __init__(self) -> None:
         self.folder: Path | None = None
-        self.lower: Callable[[Call], export.Exported | None] | None = None
+        self.aside: Callable[[Call], bytes | None] | None = None
         self._found: dict[Call, export.Exported] = {}
         self._locks: dict[Call, threading.Lock] = {}
         self._compilers = ThreadPoolExecutor(COMPILERS, thread_name_prefix="jaxspec-kernels")
@@ -166,21 +161,23 @@ class Exports:
                 pass
             except Exception as e:  # of an incomplete or a foreign file
                 logger.warning("%s: expected a lowered kernel, got %r; it is lowered anew", path, e)
-        made = (self.lower and self.lower(call)) or call.export()
+        aside = self.aside
+        data = aside(call) if aside is not None else None
+        made = call.export() if data is None else export.deserialize(bytearray(data))
         if _may_compile_early():
             self._compilers.submit(_compile, made, call.shapes)
         if path is not None:
-            self._keep(made, path)
+            self._keep(made, path, data)
         return made
 
-    def _keep(self, made: export.Exported, path: Path) -> None:
+    def _keep(self, made: export.Exported, path: Path, data: bytes | None) -> None:
         # Several processes, also of several hosts, may write the same file.
         part = path.with_name(f".{uuid.uuid4().hex}")
         try:
-            data = made.serialize()
+            content = made.serialize() if data is None else data
             path.parent.mkdir(parents=True, exist_ok=True)
             try:
-                part.write_bytes(data)
+                part.write_bytes(content)
                 part.replace(path)
             finally:
                 part.unlink(missing_ok=True)

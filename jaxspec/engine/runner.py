@@ -88,7 +88,7 @@ from jaxspec.parallel.processes import Channel, ProcessError, end_process
 from jaxspec.sampling.params import SamplingParams
 from jaxspec.sampling.processors.processor import SampledRequest, Vocabulary
 from jaxspec.sampling.rows import STOPS, StateLayout, features_of, sampling_rows
-from pallas_kernels.lowering_workers import lowering_elsewhere
+from pallas_kernels.lowering_workers import lowering_workers
 
 logger = logging.getLogger(__name__)
 
@@ -962,7 +962,7 @@ class ModelRunner:
         if self._may_compile_aside:
             calls = different(self._small_calls(variants, shapes))
             small = [partial(compile_call, call) for call in calls]
-            with lowering_elsewhere():
+            with lowering_workers():
                 side_by_side(list(self._compilations(variants, shapes)), small, report)
             report = report_nothing
         report(0, total)
