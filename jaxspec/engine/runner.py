@@ -81,6 +81,7 @@ from jaxspec.engine.variants import (
     full_variant,
     is_shared,
     level_for,
+    prefill_sizes,
 )
 from jaxspec.layers.params import Params
 from jaxspec.parallel.layout import ONE_PLACE, Placement, bytes_on_device
@@ -210,6 +211,7 @@ class ModelRunner:
         self._relays: dict[Hashable, Callable[[DecodeState], DecodeState]] = {}
         self._rounds_served: dict[Any, Serving] = {}
         self._prefills_served: dict[Any, Serving] = {}
+        self._prefill_shapes: dict[Any, PrefillShape] = {}
         self._background: Background[list[Compiled]] = Background()
         # The job of each request that waits for one, and the error of each whose job has failed.
         self._waits_for: MutableMapping[Request, Hashable] = WeakKeyDictionary()
@@ -525,9 +527,9 @@ class ModelRunner:
             first = len(placed)
             placed += [(chunk, offset) for offset in range(0, len(chunk.token_ids), tile)]
             rows.append(range(first, len(placed)))
-        size = self.buckets.tiles(len(placed))
         pages = self.buckets.pages(max(chunk.request.num_pages for chunk in chunks))
-        serving = self._serve_prefill(features, PrefillShape(size, pages))
+        shape = self._prefill_shape(features, self.buckets.tiles(len(placed)), pages)
+        size, serving = shape.tiles, self._serve_prefill(features, shape)
         self._set_layout(serving.layout)
         owners = [chunk.request for chunk, _ in placed]
         tables = self.tables.for_prefill(owners, size, pages)
@@ -623,6 +625,18 @@ class ModelRunner:
             self._rounds_served[key] = self._serving(cfg, variant, needed, shape)
         return self._rounds_served[key]
 
+    def _prefill_shape(self, features: SamplingFeatures, tiles: int, pages: int) -> PrefillShape:
+        """Return the shape of the call for so many tiles; after warm-up, one that is compiled."""
+        least = PrefillShape(tiles, pages)
+        if not self._is_warm:
+            return least
+        key = (features, least, self.configs.version)
+        if key not in self._prefill_shapes:
+            self._follow_overrides()
+            needed = Variant.of(features, self._needed)
+            self._prefill_shapes[key] = self._variants.smallest_prefill(least, needed)
+        return self._prefill_shapes[key]
+
     def _serve_prefill(self, features: SamplingFeatures, shape: PrefillShape) -> Serving:
         """As _serve_round; programs that run on the state as it is come first."""
         key = (features, shape, self.configs.version)
@@ -689,6 +703,7 @@ class ModelRunner:
     def _forget_choices(self) -> None:
         self._rounds_served.clear()
         self._prefills_served.clear()
+        self._prefill_shapes.clear()
 
     @property
     def num_waiting_for_programs(self) -> int:
@@ -918,6 +933,7 @@ class ModelRunner:
                 Warmed(
                     Variant.of(of_rounds, self._needed, limits_drafts=limits_drafts),
                     Variant.of(each, self._needed),
+                    shapes.tiles,
                 )
             )
         return self._warm(variants, shapes)
@@ -936,11 +952,11 @@ class ModelRunner:
                 of_rounds = full_variant(features, self._needed, limits_drafts=limits)
             if features in PREFILL_LEVELS:
                 of_prefill = full_variant(features, self._needed)
-            variants.append(Warmed(of_rounds, of_prefill))
+            variants.append(Warmed(of_rounds, of_prefill, prefill_sizes(features, shapes.tiles)))
         if self.speculative is not None and self.speculative.draft_max_model_len is not None:
             for features in (GREEDY, SAMPLED, TRUNCATED):
                 of_rounds = full_variant(features, self._needed, limits_drafts=True)
-                variants.append(Warmed(of_rounds, None))
+                variants.append(Warmed(of_rounds, None, ()))
         count = self._warm(variants, shapes)
         self._compile_begin(self._needed.fit(GREEDY), self.memory.num_blocks)
         self._is_warm = True
@@ -1007,7 +1023,7 @@ class ModelRunner:
 
     def _prefills_of(self, each: Warmed, shapes: Shapes) -> list[PrefillShape]:
         """Return the shapes of a variant's prefills, the smallest first."""
-        tiles = shapes.tiles if each.of_prefill is not None else []
+        tiles = each.tiles if each.of_prefill is not None else []
         return [PrefillShape(*size) for size in itertools.product(tiles, shapes.pages)]
 
     def _compilations(

@@ -7,6 +7,7 @@ variants that serve every request. No jax.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from jaxspec.config import SamplingFeatures
@@ -48,6 +49,14 @@ PREFILL_LEVELS = (
     replace(PROCESSED, logprobs=True),
     replace(EVERYTHING, prompt_logprobs=True),
 )
+# Prefills of other features have fewer sizes, after a warm-up for every request.
+COMMON = (GREEDY, SAMPLED, TRUNCATED)
+SIZES_OF_OTHERS = 3  # every third size, from the largest down
+
+
+def prefill_sizes(features: SamplingFeatures, tiles: Sequence[int]) -> Sequence[int]:
+    """Return the sizes of prefill calls that a warm-up for every request compiles a level for."""
+    return tiles if features in COMMON else tiles[::-1][::SIZES_OF_OTHERS][::-1]
 
 
 @dataclass(frozen=True)
@@ -112,10 +121,12 @@ class Warmed:
     """The variants that warm-up compiles together.
 
     of_rounds, of_prefill: None where there is none to compile
+    tiles: of the prefill calls, the fewest first
     """
 
     of_rounds: Variant | None
     of_prefill: Variant | None
+    tiles: Sequence[int]
 
     @property
     def rounds(self) -> Variant:
@@ -195,6 +206,12 @@ class Variants:
         """
         found = [v for v in self._compiled.get(shape, ()) if v.serves(needed)]
         return min(found, key=lambda v: v.arrays != arrays, default=None)
+
+    def smallest_prefill(self, least: PrefillShape, needed: Variant) -> PrefillShape:
+        """Return the smallest call that is compiled and serves; `least`, which is new, for none."""
+        found = [s for s in self.prefills() if s.pages == least.pages and s.tiles >= least.tiles]
+        found = [s for s in found if self.serving(s, needed)]
+        return min(found, key=lambda s: s.tiles, default=least)
 
 
 def level_for(needed: Variant, layout: StateLayout, *, limits_drafts: bool) -> Variant:
