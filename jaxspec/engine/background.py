@@ -116,6 +116,7 @@ def _garbage_kept() -> Iterator[None]:
     finally:
         if was_on:
             gc.enable()
+            gc.collect()  # now, rather than between two rounds
 
 
 def _outcome(future: Future[T]) -> T | Exception:

@@ -226,7 +226,7 @@ class Engine:
         """Return whether the result that is read next needs no wait."""
         if not self._in_flight:
             return True
-        oldest: Any = self._in_flight[0].verification.num_sampled
+        oldest: Any = self._in_flight[0].verification.output_tokens
         return oldest.is_ready()
 
     def add(self, request: Request) -> None:
@@ -607,6 +607,14 @@ class Engine:
         return max(allowed, 0)
 
     def _launched(self, result: InFlight) -> None:
+        # Each array takes the host a copy, of which a first token waits for the last. The number of
+        # tokens follows from these, and logits are looked at until they have been seen.
+        checked = None if self._logits_seen else result.verification.overflowed
+        result.verification = replace(
+            result.verification,
+            num_sampled=None,  # type: ignore[arg-type]
+            overflowed=checked,
+        )
         for array in jax.tree.leaves(result.verification):
             array.copy_to_host_async()
         self._in_flight.append(result)
@@ -623,7 +631,7 @@ class Engine:
         if jax.process_count() > 1:
             return False
         prefills = [each for each in self._in_flight if each.rows and not each.is_round]
-        arrays: list[Any] = [each.verification.num_sampled for each in prefills]
+        arrays: list[Any] = [each.verification.output_tokens for each in prefills]
         return any(array.is_ready() for array in arrays)
 
     def _read_unless_others_wait(self) -> bool:
@@ -641,6 +649,8 @@ class Engine:
         """Wait for the oldest result, here and nowhere else, and give each request its tokens."""
         result = self._in_flight.popleft()
         verification = jax.tree.map(np.asarray, result.verification)
+        num_sampled: Any = (verification.output_tokens >= 0).sum(-1, dtype=np.int32)
+        verification = replace(verification, num_sampled=num_sampled)
         now = time.perf_counter()
         self._check_devices(result, now)
         if result.is_round:
