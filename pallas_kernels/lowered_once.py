@@ -8,6 +8,7 @@ processes.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import inspect
 import logging
@@ -15,7 +16,7 @@ import re
 import threading
 import uuid
 from collections.abc import Callable, Hashable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import wraps
 from importlib.metadata import version
@@ -52,7 +53,8 @@ def lowered_once(static_argnames: str | Sequence[str] = ()) -> Callable[[Any], A
     static_argnames: arguments that are hashable, and no pytrees of arrays
 
     The function returns an array, or a tuple of arrays and Nones. It can be neither batched
-    (jax.vmap) nor differentiated. On several devices, and in the interpreter, the decorator is
+    (jax.vmap) nor differentiated. It must not ask which device there is, since another process may
+    lower it. On several devices, and in the interpreter, the decorator is
     jax.jit alone: an export is for one device.
     """
     names = (static_argnames,) if isinstance(static_argnames, str) else tuple(static_argnames)
@@ -83,6 +85,21 @@ def keep_in(folder: Path | None) -> None:
     None: in this process alone
     """
     _EXPORTS.folder = folder
+
+
+def make_by(aside: Callable[[Call], bytes | None] | None) -> None:
+    """Take new exports from this function; see Exports.aside."""
+    _EXPORTS.aside = aside
+
+
+def has_maker() -> bool:
+    """Return whether make_by has given a function."""
+    return _EXPORTS.aside is not None
+
+
+def cancel_compilations() -> None:
+    """Compile no more new kernels by themselves: their programs are compiled, or not wanted."""
+    _EXPORTS.cancel_compilations()
 
 
 @dataclass(frozen=True)
@@ -138,6 +155,7 @@ class Exports:
         self.aside: Callable[[Call], bytes | None] | None = None
         self._found: dict[Call, export.Exported] = {}
         self._locks: dict[Call, threading.Lock] = {}
+        self._compilations: list[Future[None]] = []
         self._compilers = ThreadPoolExecutor(COMPILERS, thread_name_prefix="jaxspec-kernels")
 
     def get(self, call: Call) -> export.Exported:
@@ -164,11 +182,17 @@ class Exports:
         aside = self.aside
         data = aside(call) if aside is not None else None
         made = call.export() if data is None else export.deserialize(bytearray(data))
-        if _may_compile_early():
-            self._compilers.submit(_compile, made, call.shapes)
         if path is not None:
             self._keep(made, path, data)
+        if _may_compile_early():
+            with contextlib.suppress(RuntimeError):  # the process ends
+                self._compilations.append(self._compilers.submit(_compile, made, call.shapes))
         return made
+
+    def cancel_compilations(self) -> None:
+        """Drop the kernels that wait to be compiled."""
+        while self._compilations:
+            self._compilations.pop().cancel()
 
     def _keep(self, made: export.Exported, path: Path, data: bytes | None) -> None:
         # Several processes, also of several hosts, may write the same file.

@@ -41,20 +41,20 @@ def lowering_workers(most: int | None = None) -> Iterator[None]:
     most: processes; None: by the number of cores, and none where they are few
 
     A process starts when a call that is not on disk finds all others busy, so a process with every
-    export on disk starts none. Each takes some seconds to import JAX. They see no GPU. What they
-    cannot lower, this process does. Inside another such context, the outer one's processes serve.
+    export on disk starts none. Each takes some seconds to import JAX, and 0.2 GB. They see no GPU.
+    This process lowers the calls that they cannot. Inside another such context, the outer one's
+    processes serve.
     """
-    exports = lowered_once._EXPORTS
     most = _most_workers() if most is None else most
-    if most < 1 or exports.aside is not None:
+    if most < 1 or lowered_once.has_maker():
         yield
         return
     workers = Workers(most)
-    exports.aside = workers.export
+    lowered_once.make_by(workers.export)
     try:
         yield
     finally:
-        exports.aside = None
+        lowered_once.make_by(None)
         workers.close()
 
 
@@ -253,11 +253,16 @@ class Workers:
             logger.warning("a process that lowers kernels ended, so others lower more: %s", reason)
 
 
+def num_cores() -> int:
+    """Return the cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
 def _most_workers() -> int:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    if cores is None or cores < FEWEST_CORES:
-        return 0
-    return min(MOST_WORKERS, cores - FREE_CORES)
+    cores = num_cores()
+    return 0 if cores < FEWEST_CORES else min(MOST_WORKERS, cores - FREE_CORES)
 
 
 def _ask(worker: subprocess.Popen[bytes], request: bytes) -> Reply:

@@ -17,7 +17,7 @@ def traced_once(*static_argnames: str) -> Callable[[Function], Function]:
 
     JAX traces the function once for each set of static arguments and shapes, for all programs of
     the process. Equal layers are calls of one function in the lowered program, and XLA inlines
-    them. So Python takes less time, of which warm-up needs some for each of a hundred programs.
+    them. That saves Python's time, which a warm-up takes for each of a hundred programs.
 
     A number inside another argument becomes an array unless it is a static field. An argument that
     the function returns becomes a new array.

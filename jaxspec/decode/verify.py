@@ -37,7 +37,7 @@ MAX_LOGITS_BYTES = 1 << 30  # float32 logits of a batch that are in memory at a 
 class Verification:
     """The result of a round.
 
-    output_tokens:   int32 [batch, K+1], padded with -1; so the host reads no num_sampled
+    output_tokens:   int32 [batch, K+1], -1 after the sampled tokens and only there
     num_sampled:     int32 [batch], accepted drafts plus the recovered or bonus token; 0 for an idle
                      request
     logprobs:        of output_tokens; None where no request reads them

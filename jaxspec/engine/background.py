@@ -8,12 +8,13 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
-import os
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from typing import Generic, TypeVar
 
 import jax
+
+from pallas_kernels.lowering_workers import num_cores
 
 T = TypeVar("T")
 MOST_THREADS = 16
@@ -80,9 +81,7 @@ def side_by_side(
         with settings():
             job()
 
-    pool = ThreadPoolExecutor(
-        min(MOST_THREADS, os.cpu_count() or 1), thread_name_prefix="jaxspec-warmup"
-    )
+    pool = ThreadPoolExecutor(min(MOST_THREADS, num_cores()), thread_name_prefix="jaxspec-warmup")
     try:
         with _garbage_kept():
             report(0, len(jobs))

@@ -84,6 +84,7 @@ class Stats:
 class InFlight:
     """A result that is not read yet, of a step's rounds or of a prefill.
 
+    verification: once launched without num_sampled, which follows from the tokens
     rows: the requests that it holds tokens for, and their rows in it
     num_speculative_tokens: the rounds' K
     batch: slots of the batch that it ran in
@@ -607,8 +608,8 @@ class Engine:
         return max(allowed, 0)
 
     def _launched(self, result: InFlight) -> None:
-        # Each array takes the host a copy, of which a first token waits for the last. The number of
-        # tokens follows from these, and logits are looked at until they have been seen.
+        # The host copies each array, and a first token waits for the last copy. The number of
+        # tokens follows from the tokens. Logits are checked until those of a prompt were finite.
         checked = None if self._logits_seen else result.verification.overflowed
         result.verification = replace(
             result.verification,

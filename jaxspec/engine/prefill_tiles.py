@@ -50,7 +50,10 @@ class PrefillTiles:
         block_tables: Any,
         rows: PromptRows,
     ) -> PrefillTiles:
-        """Return tiles that hold no request; the caller fills in those that do."""
+        """Return tiles that hold no request; the caller fills in those that do.
+
+        num_slots: of the batch; max_ending: prompts that may end in the call
+        """
         (num_tiles,) = rows.next_token.shape
 
         def column(value: int) -> np.ndarray:

@@ -1,7 +1,8 @@
-"""Rehearsals compile programs for later calls, from shapes and without touching the state.
+"""Rehearsals compile programs for later calls, without touching the state.
 
-A later call of the same programs compiles nothing. A Rehearsal has all that an admission will run:
-the small programs of jaxspec.decode.slots too.
+Shapes are enough but for a new layout of the rows, which is tried on zeros. A later call of the
+same programs compiles nothing. A Rehearsal has all that an admission will run: the small programs
+of jaxspec.decode.slots too.
 """
 
 from __future__ import annotations

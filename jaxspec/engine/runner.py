@@ -89,6 +89,7 @@ from jaxspec.parallel.processes import Channel, ProcessError, end_process
 from jaxspec.sampling.params import SamplingParams
 from jaxspec.sampling.processors.processor import SampledRequest, Vocabulary
 from jaxspec.sampling.rows import STOPS, StateLayout, features_of, sampling_rows
+from pallas_kernels import lowered_once
 from pallas_kernels.lowering_workers import lowering_workers
 
 logger = logging.getLogger(__name__)
@@ -626,9 +627,13 @@ class ModelRunner:
         return self._rounds_served[key]
 
     def _prefill_shape(self, features: SamplingFeatures, tiles: int, pages: int) -> PrefillShape:
-        """Return the shape of the call for so many tiles; after warm-up, one that is compiled."""
+        """Return the shape of the call for so many tiles.
+
+        After a warm-up for every request, rare features run in the next larger call that serves
+        them. A size that was not warmed compiles, since a larger call could take far longer.
+        """
         least = PrefillShape(tiles, pages)
-        if not self._is_warm:
+        if not self._is_warm or not self._variants.knows(least):
             return least
         key = (features, least, self.configs.version)
         if key not in self._prefill_shapes:
@@ -833,7 +838,8 @@ class ModelRunner:
             features=replace(variant.features, prompt_logprobs=prompt_logprobs),
             limits_drafts=False,
         )
-        job = (variant, of_prefill, shape, tuple(prefills), self.configs.version)
+        own = () if request is None else tuple(prefills)  # without one, all that are known
+        job = (variant, of_prefill, shape, own, self.configs.version)
         if request is not None:
             self._waits_for[request] = job
         if job in self._background or (request is None and job in self._uncompilable):
@@ -932,7 +938,8 @@ class ModelRunner:
             variants.append(
                 Warmed(
                     Variant.of(of_rounds, self._needed, limits_drafts=limits_drafts),
-                    Variant.of(each, self._needed),
+                    # No drafts are limited in a prefill: those of other rounds serve.
+                    None if limits_drafts else Variant.of(each, self._needed),
                     shapes.tiles,
                 )
             )
@@ -978,8 +985,11 @@ class ModelRunner:
         if self._may_compile_aside:
             calls = different(self._small_calls(variants, shapes))
             small = [partial(compile_call, call) for call in calls]
-            with lowering_workers():
-                side_by_side(list(self._compilations(variants, shapes)), small, report)
+            try:
+                with lowering_workers():
+                    side_by_side(list(self._compilations(variants, shapes)), small, report)
+            finally:
+                lowered_once.cancel_compilations()
             report = report_nothing
         report(0, total)
         finished = itertools.count(1)
@@ -988,7 +998,7 @@ class ModelRunner:
                 self._run_idle_round(each.rounds, shape)
                 report(next(finished), total)
             prefills = self._prefills_of(each, shapes)
-            if batch != shapes.batches[0]:  # batches share them, but not what follows them
+            if batch != shapes.batches[0]:  # batches share prefills, but not put_back
                 prefills = prefills[:1]
             for shape in prefills:
                 self._run_idle_prefill(each.prefill, shape)

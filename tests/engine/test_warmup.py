@@ -5,11 +5,12 @@ from __future__ import annotations
 import gc
 import itertools
 import threading
-from dataclasses import replace
+from dataclasses import astuple, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from jaxspec import LLM, SamplingParams
@@ -89,6 +90,57 @@ def test_threads_compile_the_small_programs_too() -> None:
             llm.generate([[1, 2], [3]], [first, second])
             llm.generate([1, 2], first)
     assert not compiled
+
+
+def prefill_sizes_of(llm: LLM) -> dict[int, int]:
+    """The tiles of the calls that ran, by those that their tokens take."""
+    return {least.tiles: s.tiles for (_, least, _), s in llm.runner._prefill_shapes.items()}
+
+
+def test_rare_features_prefill_in_the_next_larger_call_and_have_their_own_text() -> None:
+    """Calls have 1, 2, 4 and 5 tiles of 32 tokens; those of rare features 1 and 5."""
+    kinds = [
+        SamplingParams(0.0, max_tokens=6),
+        SamplingParams(0.0, max_tokens=6, presence_penalty=1.0),
+        SamplingParams(1.0, max_tokens=6, seed=3, logprobs=1),
+    ]
+    rng = np.random.default_rng(5)
+    prompts = [rng.integers(8, 24, n).tolist() for n in (3, 40, 100)]
+    llm = engine(
+        batch_buckets=(1, 3),
+        max_num_seqs=3,
+        max_num_batched_tokens=160,
+        enable_prefix_caching=False,
+    )
+    llm.warmup()
+    alone = {}
+    with counting_compilations() as compiled:
+        for kind in kinds:
+            for i, prompt in enumerate(prompts):
+                [output] = llm.generate(prompt, kind)
+                alone[kind.logprobs, kind.presence_penalty, i] = output.outputs[0].token_ids
+            sizes = prefill_sizes_of(llm)
+            assert sizes == ({1: 1, 2: 2, 4: 4} if kind is kinds[0] else {1: 1, 2: 5, 4: 5})
+            llm.runner._forget_choices()
+        for mixture in itertools.permutations(kinds):
+            outputs = llm.generate(prompts, list(mixture))
+            for i, (kind, output) in enumerate(zip(mixture, outputs, strict=True)):
+                expected = alone[kind.logprobs, kind.presence_penalty, i]
+                assert output.outputs[0].token_ids == expected
+    assert not compiled
+
+
+def test_a_size_that_was_not_warmed_compiles_although_a_larger_call_is_compiled() -> None:
+    llm = engine(
+        batch_buckets=(1,),
+        max_num_seqs=1,
+        max_num_batched_tokens=128,
+        enable_prefix_caching=False,
+    )
+    llm.warmup(lengths=[20])
+    for length in (110, 63):  # of 4 and of 2 tiles, and of 8 pages
+        llm.generate([8] * length, SamplingParams(0.0, max_tokens=2))
+    assert set(map(astuple, llm.runner._variants.prefills())) >= {(4, 8), (2, 8)}
 
 
 def test_the_state_is_bound_to_its_device_from_the_start() -> None:

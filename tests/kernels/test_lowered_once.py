@@ -237,6 +237,23 @@ def test_a_new_kernel_compiles_beside_the_trace(
     assert found == ["jaxspec-kernels"]
 
 
+def test_kernels_that_wait_to_be_compiled_are_dropped(
+    exports: Exports, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_may_compile_early", lambda: True)
+    go, ran = threading.Event(), []
+    monkeypatch.setattr(module, "_compile", lambda *_: ran.append(go.wait(60)))
+    structure = jax.tree.structure({"x": 0})
+    for n in range(module.COMPILERS + 3):
+        exports.get(Call(lambda x: x, structure, (jax.ShapeDtypeStruct((n,), X.dtype),), (), ()))
+    module.cancel_compilations()
+    go.set()
+    exports._compilers.shutdown()
+    assert ran == [True] * module.COMPILERS
+    # A process that ends takes no more; the export is kept all the same.
+    exports.get(Call(lambda x: x, structure, (jax.typeof(X),), (), ()))
+
+
 def test_what_does_not_compile_alone_is_left_to_the_program(
     exports: Exports, monkeypatch: pytest.MonkeyPatch
 ) -> None:

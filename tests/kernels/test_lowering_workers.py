@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -78,6 +79,17 @@ def test_what_fails_in_a_process_is_lowered_here(
         np.testing.assert_array_equal(scale(X, 17), np.asarray(X @ X.T) * 17)
         np.testing.assert_array_equal(scale(X, 19), np.asarray(X @ X.T) * 19)
     assert len(made_here) == 1 and caplog.text == ""
+
+
+def test_threads_that_wait_go_on_when_the_context_closes(made_here: list[Call]) -> None:
+    """The process is still importing JAX then."""
+    with ThreadPoolExecutor(3) as pool:
+        with lowering_workers(1):
+            found = [pool.submit(scale, X, factor) for factor in (23, 29, 31)]
+            time.sleep(0.3)
+        for factor, future in zip((23, 29, 31), found, strict=True):
+            np.testing.assert_array_equal(future.result(60), np.asarray(X @ X.T) * factor)
+    assert len(made_here) == 3
 
 
 def test_no_process_starts_for_what_is_on_disk(
