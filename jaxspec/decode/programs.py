@@ -177,8 +177,8 @@ def prefill_packed(
         return prefill(cfg, params, state, block_tables, chunk)
     rows, ending = prompts
     processors = spread_rows(state.sampling.processors, ending, chunk.num_tokens.shape[0])
-    state = replace(state, sampling=replace(state.sampling, processors=processors))
-    verification, state = prefill(cfg, params, with_rows(state, rows), block_tables, chunk)
+    state = with_rows(state, rows, processors)
+    verification, state = prefill(cfg, params, state, block_tables, chunk)
     return verification, ended_rows(state, ending)
 
 

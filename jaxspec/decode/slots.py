@@ -127,9 +127,9 @@ def without_rows(state: DecodeState, processors: dict[str, Any]) -> DecodeState:
     return DecodeState(**rows)
 
 
-def with_rows(state: DecodeState, rows: DecodeState) -> DecodeState:
-    """Join the parts that without_rows and prefill_rows return; processors have a row per tile."""
-    sampling = replace(rows.sampling, processors=state.sampling.processors)
+def with_rows(state: DecodeState, rows: DecodeState, processors: dict[str, Any]) -> DecodeState:
+    """Join the caches of without_rows and prefill_rows with the processors of spread_rows."""
+    sampling = replace(rows.sampling, processors=processors)
     return with_caches(replace(rows, sampling=sampling), state)
 
 
@@ -150,9 +150,7 @@ def ended_rows(state: DecodeState, ending: jax.Array) -> DecodeState:
 
     Where there is no prompt the row is arbitrary.
     """
-    rows = without_caches(state)
-    last = state.seq_lens.shape[0] - 1
-    return with_caches(jax.tree.map(lambda x: x[jnp.minimum(ending, last)], rows), state)
+    return with_caches(_take(without_caches(state), ending), state)
 
 
 def admit(processors: dict[str, Any], slots: np.ndarray, new: dict[str, Any]) -> dict[str, Any]:
@@ -182,8 +180,8 @@ def _move(rows: DecodeState, sources: jax.Array) -> DecodeState:
     return replace(moved, active=moved.active & (sources >= 0))
 
 
-def _take(processors: dict[str, Any], at: jax.Array) -> dict[str, Any]:
-    return jax.tree.map(lambda x: x[jnp.minimum(at, x.shape[0] - 1)], processors)
+def _take(rows: Any, at: jax.Array) -> Any:
+    return jax.tree.map(lambda x: x[jnp.minimum(at, x.shape[0] - 1)], rows)
 
 
 def _put_back(rows: DecodeState, at: jax.Array, taken: DecodeState) -> DecodeState:

@@ -78,33 +78,29 @@ class PrefillRehearsal:
 class SlotsRehearsal:
     """The small programs of a batch whose state has one layout.
 
-    rows: shapes of the state without caches
+    state: its shapes
     ended: the same, with a row for each prompt that ends in a prefill call
     processors: NumPy rows of idle requests, ADMISSIONS of them; {} without processors
     """
 
-    rows: DecodeState
+    state: DecodeState
     ended: DecodeState
     processors: dict[str, Any]
 
     def calls(self) -> Iterator[Call]:
         """Yield the calls that an admission, a prefill and the end of a request make."""
-        batch = self.rows.active.shape[0]
+        rows, ended = slots.without_caches(self.state), slots.without_caches(self.ended)
+        batch = rows.active.shape[0]
         for row in jax.tree.leaves(self.processors):
             yield repeated, (row[:1], batch)
-        yield slots.deactivate, (self.rows.active, np.zeros(batch, bool))
-        at = np.full(self.ended.active.shape[0], batch, np.int32)
+        yield slots.deactivate, (rows.active, np.zeros(batch, bool))
+        at = np.full(ended.active.shape[0], batch, np.int32)
         if self.processors:
-            held = self.rows.sampling.processors
+            held = rows.sampling.processors
             added = np.full(ADMISSIONS, batch, np.int32), self.processors
             yield slots.admit_packed, (held, pack(added))
             yield slots.take_rows, (held, at)
-        yield slots.put_back, (self.rows, at, self.ended)
-
-    def moves(self, batches: Sequence[int]) -> Iterator[Call]:
-        """Yield the calls that move the slots to batches of these sizes."""
-        for size in batches:
-            yield slots.move, (self.rows, np.full(size, -1, np.int32))
+        yield slots.put_back, (rows, at, ended)
 
 
 @dataclass(frozen=True)
@@ -115,8 +111,7 @@ class Rehearsal:
     moves: of the batches on the way, for the layout that the state has
     layout: the state's after that
     before: shapes of the state without caches, in the new batch but not yet in this layout
-    small: the small programs in the new batch and layout
-    state, ended: shapes of the state then, and with a row for each prompt that ends
+    small: the small programs in the new batch and layout, with the shapes of the state then
     """
 
     params: Params
@@ -124,8 +119,6 @@ class Rehearsal:
     layout: StateLayout
     before: DecodeState
     small: SlotsRehearsal
-    state: DecodeState
-    ended: DecodeState
     prefills: Sequence[PrefillRehearsal]
     rounds: RoundRehearsal
 
@@ -137,9 +130,17 @@ class Rehearsal:
         for call in self.small.calls():
             compile_call(call)
         for prefill in self.prefills:
-            prefill.compile(self.params, self.ended)
-        self.rounds.compile(self.params, self.state)
+            prefill.compile(self.params, self.small.ended)
+        self.rounds.compile(self.params, self.small.state)
         return [(each.shape, each.variant) for each in (*self.prefills, self.rounds)]
+
+
+def move_call(rows: DecodeState, batch: int) -> Call:
+    """Return the call that moves slots to a batch of another size.
+
+    rows: shapes of a state without caches
+    """
+    return slots.move, (rows, np.full(batch, -1, np.int32))
 
 
 def compile_call(call: Call) -> None:

@@ -63,6 +63,7 @@ from jaxspec.engine.rehearsal import (
     SlotsRehearsal,
     compile_call,
     different,
+    move_call,
     shape_of,
 )
 from jaxspec.engine.request import Request
@@ -848,7 +849,7 @@ class ModelRunner:
         assert buckets is not None
         layout, moves, at = variant.layout(self._needed), [], self.num_slots
         for batch in _path(buckets, at, shape.batch):
-            moves += self._slots_rehearsal(self._layout, at).moves([batch])
+            moves.append(move_call(self._rows_in(self._layout, at), batch))
             at = batch
         rehearsal = Rehearsal(
             self.params,
@@ -856,8 +857,6 @@ class ModelRunner:
             layout,
             self._rows_in(self._layout, at),
             self._slots_rehearsal(layout, at),
-            self._state_in(layout, at),
-            self._state_in(layout, self.buckets.max_ending),
             [
                 self._prefill_rehearsal(of_prefill, each)
                 for each in prefills
@@ -883,8 +882,8 @@ class ModelRunner:
 
     def _slots_rehearsal(self, layout: StateLayout, batch: int) -> SlotsRehearsal:
         return SlotsRehearsal(
-            self._rows_in(layout, batch),
-            self._rows_in(layout, self.buckets.max_ending),
+            self._state_in(layout, batch),
+            self._state_in(layout, self.buckets.max_ending),
             self._processor_rows([], layout) if layout.held else {},
         )
 
@@ -997,12 +996,10 @@ class ModelRunner:
             for shape in self._rounds_of(each, batch, shapes):
                 self._run_idle_round(each.rounds, shape)
                 report(next(finished), total)
-            prefills = self._prefills_of(each, shapes)
-            if batch != shapes.batches[0]:  # batches share prefills, but not put_back
-                prefills = prefills[:1]
-            for shape in prefills:
+            prefills, is_first = self._prefills_of(each, shapes), batch == shapes.batches[0]
+            for shape in prefills if is_first else prefills[:1]:  # of put_back each batch has one
                 self._run_idle_prefill(each.prefill, shape)
-                if batch == shapes.batches[0]:
+                if is_first:
                     report(next(finished), total)
         self._forget_choices()
         return total
@@ -1054,12 +1051,13 @@ class ModelRunner:
 
     def _small_calls(self, variants: Sequence[Warmed], shapes: Shapes) -> Iterator[Call]:
         """Yield the calls of the small programs; some of them several times."""
-        for each in variants:
-            layout = each.layout(self._needed)
+        layouts = [each.layout(self._needed) for each in variants]
+        for layout in {layout.shapes: layout for layout in layouts}.values():
             for i, batch in enumerate(shapes.batches):
-                small = self._slots_rehearsal(layout, batch)
-                yield from small.calls()
-                yield from small.moves([*shapes.batches[:i][-1:], *shapes.batches[i + 1 : i + 2]])
+                yield from self._slots_rehearsal(layout, batch).calls()
+                rows = self._rows_in(layout, batch)
+                for next_batch in [*shapes.batches[:i][-1:], *shapes.batches[i + 1 : i + 2]]:
+                    yield move_call(rows, next_batch)
 
     def _run_idle_round(self, variant: Variant, shape: RoundShape) -> None:
         """Run a step's rounds once, on idle slots."""

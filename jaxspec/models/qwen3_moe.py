@@ -112,6 +112,7 @@ def forward(
     return forward_with(_layer, params, cfg, tokens, pass_, caches, aux_layers=aux_layers)
 
 
+@traced_once("cfg")
 def _layer(
     layer: Params,
     cfg: Qwen3MoeConfig,
@@ -124,20 +125,6 @@ def _layer(
     """Run one layer, which is dense or has experts, as its weights say; see llama.RunLayer."""
     if "experts" not in layer:
         return target_layer(layer, cfg, x, cache, pass_, next_norm=next_norm)
-    return _sparse_layer(layer, cfg, x, cache, pass_, next_norm=next_norm)
-
-
-@traced_once("cfg")
-def _sparse_layer(
-    layer: Params,
-    cfg: Qwen3MoeConfig,
-    x: Stream,
-    cache: FullCache,
-    pass_: Pass,
-    *,
-    next_norm: Norm | None,
-) -> tuple[ResidualStream, FullCache]:
-    """Run one layer with experts."""
     norm = Norm(layer["input_layernorm"], cfg.attention.rms_norm_eps)
     before_experts = Norm(layer["post_attention_layernorm"], cfg.rms_norm_eps)
     stream, cache = add_attention(

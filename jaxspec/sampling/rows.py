@@ -208,16 +208,13 @@ def change_layout(sampling: SamplingState, layout: StateLayout) -> SamplingState
     batch = sampling.temperature.shape[0]
     neutral = sampling_rows(layout, [IDLE]).processors
 
-    def fill(row: np.ndarray) -> jax.Array:
-        return repeated(row, batch)
-
     states = {}
     for processor in PROCESSORS:
         name = processor.name
         if name in sampling.processors and name in layout.held:
             states[name] = processor.resize(sampling.processors[name], layout.sizes[name])
         elif name in layout.held:
-            states[name] = jax.tree.map(fill, neutral[name])
+            states[name] = jax.tree.map(lambda row: repeated(row, batch), neutral[name])
     return replace(sampling, processors=states)
 
 
