@@ -22,6 +22,7 @@ from jaxspec.config.quantization import (
 )
 from jaxspec.config.reading import values_as_sentences
 from jaxspec.drafts import draft_model
+from jaxspec.layers.mxfp4 import BLOCK
 from jaxspec.layers.params import Params, is_spec, vector
 from jaxspec.layers.quantized.table import QuantizedSpec
 from jaxspec.loading.checkpoint import Checkpoint, CutTensor, open_checkpoint
@@ -59,8 +60,9 @@ def load_target(
     cfg = with_expert_storage(cfg, mxfp4, placement.target(cfg))
     if mxfp4 == "auto" and getattr(cfg, "mxfp4", None) == "dequantised":
         log.warning(
-            "MXFP4 experts are dequantised, in four times the memory, because the devices share "
-            "the width of each expert; enable_expert_parallel=True keeps them packed"
+            "MXFP4 experts are dequantised, in four times the memory, because a device's piece of "
+            f"each expert is no number of blocks of {BLOCK}; enable_expert_parallel=True keeps "
+            "them packed"
         )
     family = models.family(cfg)
     ignore = lambda name: family.ignored_tensor(cfg, name)  # noqa: E731
@@ -112,12 +114,13 @@ def with_expert_storage(cfg: Any, mxfp4: str, layout: Layout) -> Any:
     """Return a target's config that says how MXFP4 experts are kept; others stay as they are.
 
     mxfp4: "packed" keeps them as they are stored, "dequantised" does not. "auto" keeps them unless
-        devices share the width of each expert: the kernel takes no piece of gpt-oss's.
+        devices share the width of each expert, and a piece is no number of whole blocks.
     """
     if getattr(cfg, "mxfp4", None) is None:
         return cfg
     if mxfp4 == "auto":
-        mxfp4 = "dequantised" if layout.is_cut("expert_mlp") else "packed"
+        width = layout.piece_width(cfg.moe.intermediate_size, "expert_mlp")
+        mxfp4 = "dequantised" if layout.is_cut("expert_mlp") and width % BLOCK else "packed"
     return replace(cfg, mxfp4=mxfp4)
 
 

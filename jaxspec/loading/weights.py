@@ -132,7 +132,10 @@ def check_cuts(specs: Params, layout: Layout, source: str) -> None:
                     f"tensor_parallel_size: expected pieces of whole blocks of {unit} weights "
                     f"along the {axis} axis of {spec.name} in {source}, got {layout.size} devices"
                 )
-            pieces = [(width, layout.num_pieces(own)) for width, own in spec.parts_along(dim)]
+            pieces = [
+                (layout.padded_width(width, own), layout.num_pieces(own))
+                for width, own in spec.parts_along(dim)
+            ]
             if layout.is_cut(axis) and axis != ONCE and any(w % n for w, n in pieces):
                 raise ConfigError(
                     f"tensor_parallel_size: expected a divisor of {spec.shape[dim]}, the "

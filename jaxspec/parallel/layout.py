@@ -5,6 +5,9 @@ order, so that jax.sharding can cut it evenly. This order differs from the model
 Arrays side by side (queries, keys and values; gate and up) are cut one by one:
 [q_0 | k_0 | v_0 | q_1 | k_1 | v_1]. And a piece that several devices need stands there several
 times, such as a KV head of a model with fewer KV heads than devices.
+
+Kernels take experts whose width is a multiple of EXPERT_GRAIN. Where whole experts are, and their
+pieces would not be, zeros follow the width: they add nothing to a row's sum.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ from jaxspec.parallel.mesh import MODEL, Device
 
 Config = TypeVar("Config")
 AnyMesh = Mesh | AbstractMesh  # a plan needs no devices
+EXPERT_GRAIN = 64  # columns of an expert that a kernel multiplies at a time
 Parts = Sequence[tuple[int, str | None]]  # (width, logical axis) of arrays side by side
 
 
@@ -44,10 +48,13 @@ class Layout:
     mesh:   the devices; None for the default device. Its arrays stay uncommitted, as jnp's are,
             because jit compiles a program again when an argument becomes committed to a device.
     pieces: logical axis and number of different pieces, for each axis that is cut
+    padded: logical axis, its size in the model, and its size with zeros at the end, for each axis
+            that has such zeros
     """
 
     mesh: AnyMesh | None = None
     pieces: tuple[tuple[str, int], ...] = ()
+    padded: tuple[tuple[str, int, int], ...] = ()
 
     @classmethod
     def of(cls, config: Any, mesh: AnyMesh | None, *, expert_parallel: bool = False) -> Layout:
@@ -68,7 +75,8 @@ class Layout:
         fit = all(n % size == 0 or size % n == 0 for n in kv_heads) and len(of_kv) <= 1
         if fit and all(n % size == 0 for n in sizes.get("heads", [])):
             pieces |= {"heads": size, "kv_heads": min(of_kv, default=size)}
-        return cls(mesh, tuple(sorted(pieces.items())))
+        padded = () if expert_parallel else _padded_experts(config, sizes, size)
+        return cls(mesh, tuple(sorted(pieces.items())), padded)
 
     @classmethod
     def replicated(cls, mesh: AnyMesh | None) -> Layout:
@@ -91,6 +99,18 @@ class Layout:
         """Return whether a device holds a piece of this axis only."""
         return self.num_pieces(axis) > 1
 
+    def padded_width(self, width: int, axis: str | None) -> int:
+        """Return the width, in any unit, of an array along a logical axis with its zeros."""
+        for name, size, padded in self.padded:
+            if name == axis:
+                assert width * padded % size == 0, (width, axis)
+                return width * padded // size
+        return width
+
+    def piece_width(self, width: int, axis: str | None) -> int:
+        """Return the width of a device's piece of an array along a logical axis."""
+        return self.padded_width(width, axis) // self.num_pieces(axis)
+
     def partition(self, axes: Sequence[str | None]) -> PartitionSpec:
         """Return how the mesh cuts an array with these logical axes."""
         return PartitionSpec(*(MODEL if self.is_cut(axis) else None for axis in axes))
@@ -105,7 +125,7 @@ class Layout:
         def size(dim: int) -> int:
             if not self.is_cut(spec.axes[dim]) or spec.axes[dim] == ONCE:
                 return spec.shape[dim]
-            return sum(width // self.num_pieces(axis) for width, axis in spec.parts_along(dim))
+            return sum(self.piece_width(width, axis) for width, axis in spec.parts_along(dim))
 
         return tuple(map(size, range(len(spec.shape))))
 
@@ -122,7 +142,7 @@ class Layout:
         for each in fields(config):  # type: ignore[arg-type]
             value, axis = getattr(config, each.name), axes_of(config).get(each.name)
             if axis is not None:
-                changes[each.name] = value // self.num_pieces(axis)
+                changes[each.name] = self.piece_width(value, axis)
             elif is_dataclass(value):
                 changes[each.name] = self.on_device(value)
         return replace(config, **changes)  # type: ignore[type-var]
@@ -144,11 +164,13 @@ class Layout:
         if parts[0][1] == ONCE:
             others = np.zeros_like(array)
             return np.concatenate([array, *[others] * (self.size - 1)], axis=dim)
-        widths = [width for width, _ in parts]
-        split = np.split(array, np.cumsum(widths)[:-1], axis=dim)
+        split = np.split(array, np.cumsum([width for width, _ in parts])[:-1], axis=dim)
+        whole = [
+            self._with_zeros(part, dim, axis) for part, (_, axis) in zip(split, parts, strict=True)
+        ]
         pieces = [
             np.split(part, self.num_pieces(axis), axis=dim)
-            for part, (_, axis) in zip(split, parts, strict=True)
+            for part, (_, axis) in zip(whole, parts, strict=True)
         ]
         ordered = [
             of_part[device * len(of_part) // self.size]
@@ -156,8 +178,16 @@ class Layout:
             for of_part in pieces
         ]
         if len(parts) == 1 and len(ordered) == len(pieces[0]):
-            return array
+            return whole[0]
         return np.concatenate(ordered, axis=dim)
+
+    def _with_zeros(self, array: np.ndarray, dim: int, axis: str | None) -> np.ndarray:
+        """Return an array with the zeros that follow it along a logical axis."""
+        more = self.padded_width(array.shape[dim], axis) - array.shape[dim]
+        if more == 0:
+            return array
+        zeros = np.zeros((*array.shape[:dim], more, *array.shape[dim + 1 :]), array.dtype)
+        return np.concatenate([array, zeros], axis=dim)
 
 
 ONE_DEVICE_LAYOUT = Layout()
@@ -172,6 +202,23 @@ def put(array: Any, sharding: NamedSharding | None) -> jax.Array:
         return jax.device_put(array, sharding)
     whole = np.asarray(array)
     return jax.make_array_from_callback(whole.shape, sharding, whole.__getitem__)
+
+
+def _padded_experts(
+    config: Any, sizes: dict[str, list[int]], count: int
+) -> tuple[tuple[str, int, int], ...]:
+    """Return Layout.padded of devices that share the width of each expert.
+
+    Experts in fp8 and int4 have no zeros: the blocks of their scales say where they may be cut.
+    """
+    axis, found = "expert_mlp", set(sizes.get("expert_mlp", []))
+    if getattr(getattr(config, "quantization", None), "forms", ()) or len(found) != 1:
+        return ()
+    (size,) = found
+    whole = EXPERT_GRAIN * count
+    if size % EXPERT_GRAIN or size % whole == 0:
+        return ()
+    return ((axis, size, -(-size // whole) * whole),)
 
 
 def _sizes(config: Any) -> dict[str, list[int]]:

@@ -1,6 +1,6 @@
 """Load quantised checkpoints onto two devices: the pieces are those of the whole arrays, and
 speculative text is plain text but for ties. Keys in fp8 have a scale for each head. MXFP4 experts
-stay packed where devices hold whole ones, and give the text of one device."""
+stay packed, whole or in pieces, and give the text of one device."""
 
 from __future__ import annotations
 
@@ -46,12 +46,17 @@ def engine(folder: Path, size: int, drafts: Any, **config: Any) -> LLM:
 
 
 def check_packed(folder: Path) -> None:
-    """Compare packed experts on one device and on two."""
-    many = engine(folder, 2, NGRAM | {"adaptive": True}, enable_expert_parallel=True)
-    units = jax.tree.leaves(many.params["target"]["layers"][0]["experts"]["down"])
-    assert [(a.dtype, a.addressable_shards[0].data.shape[0]) for a in units] == [(jnp.int32, 4)]
+    """Compare packed experts on one device with whole ones and with pieces on two."""
     expected = [o.token_ids for o in texts(folder, 1)]
-    assert [o.token_ids for o in many.generate(PROMPTS, params)] == expected
+    for whole in (True, False):
+        many = engine(folder, 2, NGRAM | {"adaptive": True}, enable_expert_parallel=whole)
+        (units,) = jax.tree.leaves(many.params["target"]["layers"][0]["experts"]["down"])
+        # [experts, out / 16, in / 32, 68]; zeros make the pieces of 32 as deep as 64
+        shape = (4, 4, 2, 68) if whole else (8, 4, 2, 68)
+        assert units.dtype == jnp.int32 and {p.data.shape for p in units.addressable_shards} == {
+            shape
+        }
+        assert [o.token_ids for o in many.generate(PROMPTS, params)] == expected
 
 
 for folder in map(Path, sys.argv[1:]):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -12,11 +12,13 @@ from jax.sharding import AbstractMesh, PartitionSpec
 
 from jaxspec import models
 from jaxspec.config import AttentionConfig, ConfigError, EngineConfig, SpeculativeConfig
+from jaxspec.config.quantization import Fp8Form, Quantization
 from jaxspec.layers.params import ParamSpec, is_spec, joined, matrix
 from jaxspec.loading.placement import _is_placed, as_on_one_device, choose_placement
 from jaxspec.loading.weights import check_cuts
 from jaxspec.parallel.axes import ONCE
 from jaxspec.parallel.layout import ONE_DEVICE_LAYOUT, Layout, Placement
+from jaxspec.tools.benchmark.dimensions import MODELS
 from tests.support.families import family_model, target_config
 
 
@@ -159,6 +161,64 @@ def test_experts_are_cut_by_width_or_given_whole() -> None:
     for layout, axis in ((by_width, "expert_mlp"), (whole, "experts")):
         specs = models.family(cfg).param_specs(cfg)["layers"][0]["experts"]
         assert layout.is_cut(axis) and axis in specs["gate_up"].values.axes
+
+
+def gpt_oss_20b(**changes: Any) -> Any:
+    cfg: Any = MODELS["gpt-oss-20b-mxfp4"].target
+    return replace(cfg, moe=replace(cfg.moe, **changes))
+
+
+@pytest.mark.parametrize(
+    ("size", "devices", "piece"),
+    [
+        (2880, 2, 1472),
+        (2880, 4, 768),
+        (2880, 8, 384),
+        (2880, 16, 192),
+        (768, 8, 128),
+        (768, 4, 192),  # 64 divides it
+    ],
+)
+def test_pieces_of_experts_are_as_wide_as_the_kernel_takes(
+    size: int, devices: int, piece: int
+) -> None:
+    cfg = gpt_oss_20b(intermediate_size=size)
+    layout = Layout.of(cfg, mesh(devices))
+    assert layout.on_device(cfg).moe == replace(cfg.moe, intermediate_size=piece)
+    check_cuts(models.family(cfg).param_specs(cfg), layout, "here")
+    whole = Layout.of(cfg, mesh(devices), expert_parallel=True)
+    assert whole.on_device(cfg).moe.intermediate_size == size
+
+
+def test_zeros_follow_the_width_of_experts() -> None:
+    cfg = gpt_oss_20b(num_experts=1, intermediate_size=192)  # pieces of 128, of 96 without zeros
+    layout = Layout.of(cfg, mesh(2))
+    experts = models.family(cfg).param_specs(cfg)["layers"][0]["experts"]
+    bias = order(layout, 1 + np.arange(384)[None], experts["gate_up_bias"])[0]
+    gate, up, zeros = 1 + np.arange(192), 193 + np.arange(192), np.zeros(64)
+    pieces = [gate[:128], up[:128], gate[128:], zeros, up[128:], zeros]
+    assert bias.tolist() == np.concatenate(pieces).tolist()
+    # Units of 16 columns, 32 depths deep.
+    for spec, shape, unit in ((experts["gate_up"].units, (1, 24, 90, 68), 16),
+                              (experts["down"].units, (1, 180, 6, 68), 32)):  # fmt: skip
+        assert spec.shape == shape
+        dim = spec.axes.index("expert_mlp")
+        units = np.arange(1, 1 + shape[dim]).reshape([-1 if i == dim else 1 for i in range(4)])
+        made = order(layout, units, spec).ravel()
+        parts = pieces if dim == 1 else [gate[:128], gate[128:], zeros]
+        assert made.tolist() == [-(-int(c) // unit) for part in parts for c in part[::unit]]
+        assert layout.piece_of(spec)[dim] * 2 == made.size == layout.shape_of(spec)[dim]
+
+
+def test_experts_that_no_kernel_takes_have_no_zeros() -> None:
+    assert Layout.of(gpt_oss_20b(intermediate_size=96), mesh(2)).padded == ()
+
+
+def test_experts_in_fp8_have_no_zeros() -> None:
+    cfg: Any = target_config("qwen3_moe")
+    cfg = replace(cfg, quantization=Quantization(((".*", Fp8Form("channel", "token", "floats")),)))
+    cfg = replace(cfg, moe=replace(cfg.moe, intermediate_size=192))
+    assert Layout.of(cfg, mesh(2)).padded == ()
 
 
 def test_a_replicated_draft_has_whole_layers() -> None:

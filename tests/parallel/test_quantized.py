@@ -25,7 +25,7 @@ def mxfp4_checkpoint(folder: Path) -> Path:
     config = quantized.NARROW | dict(
         model_type="gpt_oss",
         hidden_size=64,
-        intermediate_size=32,
+        intermediate_size=64,
         num_local_experts=8,
         num_experts_per_tok=2,
         sliding_window=5,

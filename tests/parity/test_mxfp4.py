@@ -119,13 +119,20 @@ def test_an_engine_keeps_experts_packed(checkpoint: Path, oracle: Any) -> None:
 
 @pytest.mark.oracle("transformers")  # writes the checkpoint
 @pytest.mark.parametrize(
-    ("devices", "expert_parallel", "kept"),
-    [(1, False, "packed"), (2, True, "packed"), (2, False, "dequantised")],
+    ("devices", "expert_parallel", "width", "kept"),
+    [
+        (1, False, 32, "packed"),
+        (2, True, 32, "packed"),
+        (2, False, 32, "dequantised"),
+        (2, False, 64, "packed"),
+        (8, False, 2880, "packed"),
+    ],
 )
-def test_experts_stay_packed_unless_devices_share_their_width(
-    devices: int, expert_parallel: bool, kept: str, checkpoint: Path
+def test_experts_stay_packed_in_pieces_of_whole_blocks(
+    devices: int, expert_parallel: bool, width: int, kept: str, checkpoint: Path
 ) -> None:
-    cfg = models.config_from_hf(open_checkpoint(checkpoint).config)
+    cfg: Any = models.config_from_hf(open_checkpoint(checkpoint).config)
+    cfg = replace(cfg, moe=replace(cfg.moe, intermediate_size=width))
     mesh = None if devices == 1 else AbstractMesh((devices,), (MODEL,))
     layout = Placement(mesh, expert_parallel).target(cfg)
     assert with_expert_storage(cfg, "auto", layout).mxfp4 == kept
