@@ -31,6 +31,7 @@ from jaxspec.tools.benchmark.cases import (
 from jaxspec.tools.benchmark.dimensions import MODELS
 from jaxspec.tools.benchmark.machine import describe, environment, measure_rates, print_table
 from jaxspec.tools.benchmark.workload import (
+    OF_A_ROUND,
     PARTS,
     Effort,
     Weights,
@@ -97,14 +98,15 @@ class CaseOptions:
 
 @dataclass(frozen=True)
 class TimingOptions:
-    """The parts of a round that are timed, and how often."""
+    """The parts that are timed, and how often."""
 
     implementation: str = flag(
         "auto", "auto (the engine's choice), a name for every op, or op=name,op=name."
     )
     parts: tuple[str, ...] = flag(
-        PARTS,
-        "What to time of each case; only blocks have context, only other drafts rebuild.",
+        OF_A_ROUND,
+        "What to time of each case; only blocks have context, only other drafts rebuild. "
+        "first_token prefills a prompt of --context tokens for each request of the batch.",
         among=PARTS,
     )
     rounds: int = flag(64, "Rounds dispatched back to back.")
@@ -280,9 +282,12 @@ def summary(result: dict[str, Any]) -> str:
 def table(cases: list[dict[str, Any]]) -> Table:
     """Return the table of milliseconds.
 
-    round and engine are the device's time and the wall clock of a whole round.
+    round and engine are the device's time and the wall clock of a whole round. First tokens have a
+    column if some case has them.
     """
-    columns = ("plain", "draft", "context", "verify", "sampling", "round", "engine")
+    columns = ["plain", "draft", "context", "verify", "sampling", "round", "engine"]
+    if any("first_token" in case.get("parts", {}) for case in cases):
+        columns.append("first_token")
     found = Table(title="Milliseconds (medians)")
     found.add_column("case", no_wrap=True)
     for heading in (*columns, "floor", "floor / round", "tokens/s"):

@@ -67,6 +67,10 @@ def test_every_part_of_a_case_is_timed_and_recorded(tmp_path, method, temperatur
     extra = ["--profile", profile] if method == "eagle3" else []
     # Seven of eight rows: one request may have a draft fewer.
     extra += ["--max-num-verify-tokens", 7] if method == "draft_model" else []
+    parts = workload.OF_A_ROUND
+    if method == "eagle":
+        parts = workload.PARTS
+        extra += ["--parts", ",".join(parts)]
     arguments = [
         "--model",
         "tiny",
@@ -107,7 +111,7 @@ def test_every_part_of_a_case_is_timed_and_recorded(tmp_path, method, temperatur
     } <= set(record)
     (case,) = record["cases"]
     absent = "rebuild" if method == "dspark" else "context"
-    assert list(case["parts"]) == [part for part in workload.PARTS if part != absent]
+    assert list(case["parts"]) == [part for part in parts if part != absent]
     assert all(part["seconds"] > 0 and len(part["samples"]) == 1 for part in case["parts"].values())
     assert (
         case["parts"]["engine"]["rounds_per_step"]
@@ -153,6 +157,54 @@ def test_the_engines_time_is_a_rounds_however_many_a_step_has(weights, monkeypat
             patch.setattr(workload.time, "perf_counter", itertools.count().__next__)
             seconds[rounds] = load.time_engine()["seconds"]
     assert seconds[1] == 2 * seconds[2] > 0
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_first_tokens_are_of_prompts_that_are_computed_whole(weights, monkeypatch, batch):
+    """In one call of prefill or several, by a clock that ticks when it is asked."""
+    case = replace(TINY, batch=batch, context=900, temperature=1.0)
+    load = workload.Workload(case, weights, {}, replace(EFFORT, rounds=16, repeats=2))
+    rows = np.asarray(load.state.next_token), np.asarray(load.state.draft_limit)
+    old = jax.tree.leaves(load.state.target_caches)
+    chunks = []
+    prefill = load.engine.runner.prefill
+
+    def counted(features: Any, found: Any) -> Any:
+        chunks.extend((chunk.request, len(chunk.token_ids)) for chunk in found)
+        return prefill(features, found)
+
+    monkeypatch.setattr(load.engine.runner, "prefill", counted)
+    found = load.time_first_token()
+    assert found["prompt_tokens"] == 900 and len(found["samples"]) == 2 and found["seconds"] > 0
+    prompts = {tuple(request.prompt_token_ids) for request, _ in chunks}
+    assert len(prompts) == 3 * batch and {len(prompt) for prompt in prompts} == {900}
+    assert sum(count for _, count in chunks) == 3 * batch * 900
+    assert load.llm.scheduling.num_prefix_hits == 0 and load.llm.metrics.num_drafts == 0
+    assert all(request.num_generated == 1 for request, _ in chunks)
+    # The parts after it find the rows that they start from, and one copy of the caches.
+    assert all(x.is_deleted() for x in old) and load.engine.runner._state is None
+    assert not load.engine.has_requests
+    now = np.asarray(load.state.next_token), np.asarray(load.state.draft_limit)
+    np.testing.assert_array_equal(rows, now)
+    assert load.time_round()["acceptance_length"] > 1 and load.time_engine()["seconds"] > 0
+
+
+def test_a_first_token_is_refused_if_its_prompt_was_seen(weights):
+    load = workload.Workload(replace(TINY, batch=1), weights, {}, replace(EFFORT, rounds=16))
+    load.engine.set_state(replace(load.state, active=jnp.zeros(1, bool)), [], [])
+    load._first_tokens(np.random.default_rng(0))
+    with pytest.raises(AssertionError, match="expected prompts that are new"):
+        load._first_tokens(np.random.default_rng(0))
+
+
+def test_first_tokens_have_a_column_if_they_are_timed():
+    case = {"name": "a case", "floor": {"seconds": 0.001}}
+    for parts, columns in (({"round": 0.003}, 11), ({"round": 0.003, "first_token": 0.25}, 12)):
+        timed = {name: {"seconds": seconds} for name, seconds in parts.items()}
+        table = bench.table([{"name": "too large", "skipped": "why"}, case | {"parts": timed}])
+        assert len(table.columns) == columns
+        headings = {str(column.header): list(column.cells)[1] for column in table.columns}
+        assert headings.get("first_token") == ("250.000" if columns == 12 else None)
 
 
 def test_rounds_and_plain_steps_are_programs_of_as_many_as_the_engines_step_has(

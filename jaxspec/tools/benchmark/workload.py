@@ -32,7 +32,7 @@ from jaxspec.config import (
     SamplingFeatures,
     SpeculativeConfig,
 )
-from jaxspec.decode import programs
+from jaxspec.decode import programs, slots
 from jaxspec.decode import state as decode_state
 from jaxspec.decode.several_rounds import run_rounds
 from jaxspec.decode.spread import everywhere, shardings
@@ -69,8 +69,10 @@ from jaxspec.tools.benchmark.floor import memory_needed, round_floor
 from jaxspec.tools.benchmark.timing import DISCARDED, Timing, back_to_back, time_chained
 
 BLOCK_SIZE = 64
-PARTS = ("plain", "draft", "context", "verify", "sampling", "round", "engine", "rebuild")
-ON_SEVERAL_DEVICES = ("plain", "verify", "round", "engine")  # parts that are programs of the engine
+OF_A_ROUND = ("plain", "draft", "context", "verify", "sampling", "round", "engine", "rebuild")
+PARTS = (*OF_A_ROUND, "first_token")
+# Parts that are programs of the engine.
+ON_SEVERAL_DEVICES = ("plain", "verify", "round", "engine", "first_token")
 REBUILDS, JUDGEMENTS = 16, 4  # metadata rebuilds, and calls of the sampler, in one program
 BLOCKS_ONLY, STEPS_ONLY = "context", "rebuild"  # parts that other drafts do not have
 NEVER = 1 << 30  # max_tokens that no run reaches
@@ -96,7 +98,7 @@ class Effort:
 
 
 def parts_of(case: Case) -> tuple[str, ...]:
-    """Return the parts of a round that the case's draft and devices have.
+    """Return the parts that the case's draft and devices have.
 
     Several devices time the parts that are programs of the engine.
     """
@@ -391,7 +393,7 @@ class Workload:
             step, state, count=count, repeats=repeats, rewind=self.rewind, pause=pause
         )
 
-    # --- the parts of a round, each as {"seconds": median, ...} ---
+    # --- the parts, each as {"seconds": median, ...} ---
 
     def time_round(self) -> Figures:
         """Time a round, dispatched as the engine does: rounds_per_step of them are a program."""
@@ -571,6 +573,49 @@ class Workload:
             )
         read = read_at[min(DISCARDED, ended[0] - 2) : ended[0]]
         return (read[-1] - read[0]) / (len(read) - 1) / per_step
+
+    def time_first_token(self) -> Figures:
+        """Time prompts that arrive together, until the last one's first token is handed out.
+
+        There are `batch` prompts of `context` random tokens, others in each repeat. Each request
+        asks for one token, so that no round runs between two calls of prefill.
+        """
+        # A prompt's last tile overwrites its slot's row, and later parts need the rows as they are.
+        rows = jax.tree.map(
+            lambda x: jax.device_put(jnp.copy(x), x.sharding),  # bound, as the engine's arrays are
+            slots.without_caches(self.state),
+        )
+        idle = self._placed(jnp.zeros(self.case.batch, bool))
+        self.engine.set_state(replace(self.state, active=idle), [], [])
+        rng = np.random.default_rng(9)
+        self._first_tokens(rng)  # compiles the programs
+        seconds = [self._first_tokens(rng) for _ in range(self.effort.repeats)]
+        self.state = slots.with_caches(rows, self.engine.take_state())
+        self.engine.forget_prefixes()  # the next state's blocks hold none of these prompts
+        return Timing(tuple(seconds)).to_dict() | {"prompt_tokens": self.case.context}
+
+    def _first_tokens(self, rng: np.random.Generator) -> float:
+        """Return the seconds from adding `batch` new prompts to the last of their first tokens."""
+        engine, case = self.engine, self.case
+        handed_out: list[float] = []
+        shape, vocab = (case.batch, case.context), self.cfg.target.vocab_size
+        requests = [
+            Request(
+                prompt,
+                SamplingParams(case.temperature, max_tokens=1),
+                max_tokens=1,
+                draft_limit=case.num_speculative_tokens,
+                on_tokens=lambda *_: handed_out.append(time.perf_counter()),
+            )
+            for prompt in rng.integers(0, vocab, shape).tolist()
+        ]
+        began = time.perf_counter()
+        for request in requests:
+            engine.add(request)
+        while engine.has_requests:
+            engine.step()
+        assert not any(r.num_prefix_hits for r in requests), "expected prompts that are new"
+        return handed_out[-1] - began
 
     def trace(self, folder: Path, rounds: int = 3) -> None:
         """Write a profiler trace of a few rounds, whose times differ: CUDA graphs are off in it."""
