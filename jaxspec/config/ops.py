@@ -9,12 +9,22 @@ from flax import struct
 
 from jaxspec.parallel.group import ONE_DEVICE, Group
 
-XlaFlags = tuple[tuple[str, str | bool], ...]
+XlaFlags = tuple[tuple[str, str | bool | int], ...]
 
 # XLA's own kernels for matrix products alone: YNNPACK's fused sums, softmax and products add in an
 # order that depends on their shapes. docs/notes/rows-on-a-cpu.md has what was measured.
 CPU_FLAGS: XlaFlags = (
     ("xla_cpu_experimental_ynn_fusion_type", "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT"),
+)
+# A schedule that starts an exchange early and ends it late, so that it runs beside products. XLA's
+# model of latencies would end it after one short kernel. Its passes that join products by one
+# weight, and exchanges, would join the halves of a prompt, of which one hides the other's exchange.
+HIDING: XlaFlags = (
+    ("xla_gpu_enable_latency_hiding_scheduler", True),
+    ("xla_gpu_enable_analytical_sol_latency_estimator", False),
+    ("xla_gpu_dot_merger_threshold_mb", 0),
+    ("xla_gpu_all_reduce_combine_threshold_bytes", 0),
+    ("xla_gpu_all_gather_combine_threshold_bytes", 0),
 )
 
 
@@ -74,10 +84,11 @@ class Ops:
         """Whether a product may prepare the norm of the product that follows it."""
         return "reference" not in (self.matmul, self.rms_norm)
 
-    def compiler_options(self, *, cuda_graphs: bool) -> XlaFlags:
+    def compiler_options(self, *, cuda_graphs: bool, hides_exchanges: bool = False) -> XlaFlags:
         """Return XLA flags for programs with these ops, on GPUs as measured on an H200.
 
-        cuda_graphs: False launches kernel by kernel
+        cuda_graphs:     False launches kernel by kernel
+        hides_exchanges: order the program so that XLA exchanges beside products (HIDING)
 
         For the products that the matmul kernel leaves to XLA (prefill, large batches), cuBLAS is
         faster than the Triton products that XLA's autotuner picks. XLA would launch a kernel whose
@@ -91,6 +102,7 @@ class Ops:
             ("xla_gpu_enable_triton_gemm", False),
             ("xla_gpu_enable_dynamic_slice_fusion", False),
             *graphs,
+            *(HIDING if hides_exchanges else ()),
         )
 
     def __str__(self) -> str:

@@ -238,6 +238,13 @@ class RoundConfig(SamplingFeatures):
         return self.ops.compiler_options(cuda_graphs=self.cuda_graphs)
 
     @property
+    def prefill_options(self) -> XlaFlags:
+        """XLA flags for the programs that prefill, whose sums XLA exchanges."""
+        return self.ops.compiler_options(
+            cuda_graphs=self.cuda_graphs, hides_exchanges=self.placement.size > 1
+        )
+
+    @property
     def keeps_draft_logits(self) -> bool:
         """Whether q is needed: drafts are sampled, some request samples, and the rule reads q."""
         return (

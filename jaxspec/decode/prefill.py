@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxspec import drafts, models
+from jaxspec.cache.arrays import KVCache
 from jaxspec.cache.metadata import PREFILL_METADATA_OPS, BlockTables, build_metadata
 from jaxspec.config import RoundConfig
 from jaxspec.decode.fallback import prefill_text
@@ -25,6 +26,8 @@ from jaxspec.sampling.logits import process_target_logits
 from jaxspec.sampling.logprobs import score_hidden, score_tokens
 from jaxspec.sampling.processors.processor import Window
 from jaxspec.sampling.state import gumbel_noise, sample
+
+OVERLAPPED_ROWS = 2048  # of a chunk whose halves still fill a GPU
 
 
 def prefill(
@@ -48,23 +51,7 @@ def prefill(
     family, ends = models.family(cfg.target), chunk.ends
     is_in_chunk = chunk.num_tokens > 0
     seq_lens = jnp.where(is_in_chunk, chunk.start + chunk.num_tokens, state.seq_lens)
-    metadata = build_metadata(
-        cfg.target_groups,
-        cfg.target_tables(block_tables),
-        chunk.start,
-        chunk.num_tokens,
-        chunk.tokens.shape[1],
-        attention=cfg.target.attention,
-        ops=PREFILL_METADATA_OPS,
-    )
-    out = family.forward(
-        params["target"],
-        cfg.target,
-        chunk.tokens,
-        Pass(metadata, cfg.ops),
-        state.target_caches,
-        aux_layers=cfg.draft.aux_layers if cfg.draft else (),
-    )
+    out = _target_pass(cfg, params["target"], state.target_caches, block_tables, chunk)
 
     def logits_of(hidden: jax.Array) -> jax.Array:
         return family.logits(params["target"], cfg.target, hidden, cfg.ops)
@@ -107,3 +94,55 @@ def prefill(
         active=state.active | ends,
     )
     return verification, advance(cfg, state, verification)
+
+
+def _target_pass(
+    cfg: RoundConfig,
+    target: Params,
+    caches: KVCache,
+    block_tables: BlockTables,
+    chunk: PromptChunk,
+) -> models.TargetOutput:
+    """Run the target over the chunk's tiles, in parts whose exchanges hide behind each other."""
+    tables, outputs = cfg.target_tables(block_tables), []
+    for part in _parts(cfg, chunk):
+        tiles = jax.tree.map(lambda array, part=part: array[part], (tables, chunk))
+        metadata = build_metadata(
+            cfg.target_groups,
+            tiles[0],
+            tiles[1].start,
+            tiles[1].num_tokens,
+            chunk.tokens.shape[1],
+            attention=cfg.target.attention,
+            ops=PREFILL_METADATA_OPS,
+        )
+        out = models.family(cfg.target).forward(
+            target,
+            cfg.target,
+            tiles[1].tokens,
+            Pass(metadata, cfg.ops),
+            caches,
+            aux_layers=cfg.draft.aux_layers if cfg.draft else (),
+        )
+        caches = out.caches
+        outputs.append(out)
+    if len(outputs) == 1:
+        return outputs[0]
+    hidden, aux = zip(*((out.hidden, out.aux) for out in outputs), strict=True)
+    joined = None if aux[0] is None else jnp.concatenate(aux)
+    return models.TargetOutput(jnp.concatenate(hidden), joined, caches)
+
+
+def _parts(cfg: RoundConfig, chunk: PromptChunk) -> tuple[slice, ...]:
+    """Return the tiles of each part of a chunk: two halves on several devices, if rows are many.
+
+    XLA exchanges the sums of many rows. While it exchanges those of one half, the devices compute
+    the other half. A later tile of a prompt reads the cache that an earlier one writes, so halves
+    follow the order of the tiles. Experts multiply whole blocks of rows, which halves would fill
+    less.
+    """
+    tiles, rows = chunk.tokens.shape
+    few = tiles < 2 or tiles * rows < OVERLAPPED_ROWS
+    if few or cfg.ops.layers.size == 1 or hasattr(cfg.target, "moe"):
+        return (slice(None),)
+    return slice(0, tiles // 2), slice(tiles // 2, tiles)

@@ -19,6 +19,7 @@ from jaxspec import drafts
 from jaxspec.cache.arrays import KVCache
 from jaxspec.cache.metadata import BlockTables
 from jaxspec.config import RoundConfig
+from jaxspec.config.ops import XlaFlags
 from jaxspec.decode.mailboxes import given_addresses, launching
 from jaxspec.decode.packed import Packed, pack
 from jaxspec.decode.prefill import prefill
@@ -41,6 +42,7 @@ class Program:
     `donate` is donated.
 
     results: see spread
+    options: the compiler options of a cfg
     """
 
     def __init__(
@@ -49,8 +51,10 @@ class Program:
         donate: int,
         static: int = 1,
         results: Callable[[tuple[Specs, ...]], Specs] | None = None,
+        options: Callable[[RoundConfig], XlaFlags] = lambda cfg: cfg.compiler_options,
     ) -> None:
         self.function = spread(function, static, results)
+        self._options = options
         self._donate, self._static = donate, tuple(range(static))
         self._compiled: dict[tuple[tuple[str, Any], ...], Any] = {}
 
@@ -67,7 +71,7 @@ class Program:
 
     def jitted(self, cfg: RoundConfig) -> Any:
         """Return the jitted function with the compiler options of cfg, its first argument."""
-        options = cfg.compiler_options
+        options = self._options(cfg)
         if options not in self._compiled:
             jitted = jax.jit(
                 self.function,
@@ -205,7 +209,12 @@ def result_and_parts(arguments: tuple[Specs, ...]) -> Specs:
     return EVERYWHERE, arguments[1], EVERYWHERE
 
 
-prefill_program = Program(prefill_packed, donate=2, results=result_and_rows)
+prefill_program = Program(
+    prefill_packed,
+    donate=2,
+    results=result_and_rows,
+    options=lambda cfg: cfg.prefill_options,
+)
 round_program = Program(decode_round_in_place, donate=2, results=result_and_parts)
 verify_program = Program(verify_and_commit, donate=2, results=result_and_state)
 _eager_round = spread(decode_round, 1, result_and_state)

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 import numpy as np
 
 from jaxspec.cache.arrays import FullCache
@@ -264,6 +265,9 @@ def attend_qkv(
         attended = _attend_in_tiles(queries)
     else:
         attended = attention_op.paged_attention(queries, implementation=ops.attention)
+    if ops.is_prefill and ops.layers.size > 1:
+        # The prompt's next half writes this cache in place once its reader has ended.
+        attended, k_cache, v_cache = lax.optimization_barrier((attended, k_cache, v_cache))
     if flat is not None and not packed:
         attended = flat.flatten(attended)
     return attended.reshape(batch, rows, -1), FullCache(k_cache, v_cache)

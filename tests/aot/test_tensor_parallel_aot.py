@@ -7,17 +7,22 @@ import math
 import re
 import tempfile
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 
+from jaxspec.config import RoundConfig
 from jaxspec.decode import programs, several_rounds
-from jaxspec.decode.spread import partition
+from jaxspec.decode.prefill import prefill
+from jaxspec.decode.spread import partition, spread
+from jaxspec.drafts.drafter import PromptChunk
 from jaxspec.parallel.layout import Placement
 from tests.aot.test_round_aot import PAGES, STEP_METADATA, Round, configured
 from tests.support import h200
@@ -53,17 +58,8 @@ def compiled(size: int, *, sampled: bool, batch: int = 1, num_rounds: int = 1) -
     program = several_rounds._rounds if several else programs.round_program
     static = (cfg, num_rounds) if several else (cfg,)
 
-    def placed(tree: Any) -> Any:
-        return jax.tree.map(
-            lambda x, spec: jax.ShapeDtypeStruct(
-                x.shape, x.dtype, sharding=NamedSharding(mesh, spec)
-            ),
-            tree,
-            partition(cfg, tree),
-        )
-
     addresses = jax.ShapeDtypeStruct((2 * size,), jnp.uint32)
-    args = [placed(tree) for tree in (params, *parts, tables)]
+    args = placed_as(cfg, (params, *parts, tables))
     with tempfile.TemporaryDirectory() as folder, h200.ptxas_report() as report:
         options = dict(cfg.compiler_options) | {"xla_dump_to": folder}
         jitted = jax.jit(
@@ -84,6 +80,16 @@ def compiled(size: int, *, sampled: bool, batch: int = 1, num_rounds: int = 1) -
             executable.memory_analysis().alias_size_in_bytes,
             caches,
         )
+
+
+def placed_as(cfg: RoundConfig, trees: Sequence[Any]) -> list[Any]:
+    """The shapes of trees, on the devices of cfg as a program has them."""
+
+    def placed(x: Any, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
+        sharding = NamedSharding(cfg.placement.mesh, spec)  # type: ignore[arg-type]
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+    return [jax.tree.map(placed, tree, partition(cfg, tree)) for tree in trees]
 
 
 CASES = pytest.mark.parametrize(
@@ -160,3 +166,59 @@ def test_an_exchange_before_a_product_reads_its_weights(size: int, sampled: bool
     assert calls
     weights = [len(operands.split("%")) - 1 - 5 for operands in calls if operands.count("%") > 5]
     assert Counter(weights) == {2: LAYERS + 2, 1: LAYERS - 1}
+
+
+@functools.cache
+def compiled_prefill(num_tiles: int) -> str:
+    """The scheduled HLO of a prefill call on two H200."""
+    mesh = h200.linked_mesh(2, "model")
+    case = Round("llama-3-8b", 3, sampled=True, layers=LAYERS, batch=1)
+    cfg = replace(configured(case), placement=Placement(mesh))
+    params, state, tables = abstract_arguments(cfg, num_tiles, PAGES)
+    of_tile = jax.ShapeDtypeStruct((num_tiles,), jnp.int32)
+    tokens = jax.ShapeDtypeStruct((num_tiles, cfg.ops.prefill_tile), jnp.int32)
+    args = params, state, tables, PromptChunk(tokens, of_tile, of_tile, of_tile)
+    program = jax.jit(
+        spread(prefill, 1, programs.result_and_state), static_argnums=0, donate_argnums=2
+    )
+    addresses = jax.ShapeDtypeStruct((4,), jnp.uint32)
+    with mock.patch("jax.default_backend", lambda: "gpu"):  # products of many rows ask for it
+        lowered = program.lower(cfg, *placed_as(cfg, args), addresses=addresses)
+    return lowered.compile(compiler_options=dict(cfg.prefill_options)).as_text()
+
+
+def beside_exchanges(hlo: str) -> list[tuple[int, int]]:
+    """Of each exchange, the rows that it adds and the products between its start and its end."""
+    found: dict[str, list[int]] = {}
+    running: set[str] = set()
+    for line in hlo[hlo.index("\nENTRY ") :].splitlines():
+        if begun := re.search(r"%(\S+) = [^\[]*\[(\d+),.* all-reduce-start\(", line):
+            found[begun[1]] = [int(begun[2]), 0]
+            running.add(begun[1])
+        elif ended := re.search(r" all-reduce-done\(%?(\S+)\)", line):
+            running.remove(ended[1])
+        elif '"__cublas$lt$matmul"' in line:
+            for name in running:
+                found[name][1] += 1
+    assert not running
+    return [(rows, count) for rows, count in found.values()]
+
+
+def test_the_halves_of_a_long_prompt_hide_each_others_exchanges() -> None:
+    """Both halves exchange embedding, attention and MLP; the draft, which writes keys alone,
+    exchanges its embedding, whole. Nothing runs beside the first exchange of all."""
+    tiles = 86  # 4,128 rows
+    halves = [n for rows, n in beside_exchanges(compiled_prefill(tiles)) if rows == tiles * 48 // 2]
+    assert len(halves) == 2 * (1 + 2 * LAYERS)
+    assert halves.count(0) == 1
+
+
+def test_a_short_prompt_is_not_halved() -> None:
+    rows = re.findall(r"\[(\d+),4096\].* all-reduce(?:-start)?\(", compiled_prefill(40))
+    assert [*map(int, rows)] == [40 * 48] * (1 + 2 * LAYERS + 1)
+
+
+@pytest.mark.parametrize("tiles", [40, 86])
+def test_prefill_writes_caches_in_place(tiles: int) -> None:
+    copies = re.findall(r"= \w+\[(\d+(?:,\d+)+)\]\S* copy(?:-start)?\(", compiled_prefill(tiles))
+    assert not [shape for shape in copies if math.prod(map(int, shape.split(","))) > 1 << 20]

@@ -6,7 +6,8 @@ A case is a family, a draft, numbers of devices and settings: "mimo mtp 2,4 rule
 replicas=n, each of n replicas has so many devices. With verify=n, several devices verify at most n
 tokens a round, and one device all of them. With adaptive, requests have as many drafts as pay; with
 fallback=METHOD, the text drafts where the head does not. With confidence=p, a DSpark head ends
-drafts. With fp8, keys and values are fp8. The family "agreeing" has a draft that mostly agrees.
+drafts. With fp8, keys and values are fp8. With halves, several devices prefill in halves whose
+exchanges hide behind each other. The family "agreeing" has a draft that mostly agrees.
 Prints a line for each case and number of devices: "equal", or both results.
 """
 
@@ -21,6 +22,8 @@ import jax
 import numpy as np
 
 from jaxspec import LLM, EngineConfig, SamplingParams, SpeculativeConfig
+from jaxspec.config import Ops
+from jaxspec.decode import prefill
 from jaxspec.drafts import MODEL_FREE
 from jaxspec.engine.outputs import RequestOutput
 from tests.support.families import family_model
@@ -58,6 +61,8 @@ WORDS: dict[str, Any] = dict(
     logprobs=-1,
     n=2,
 )
+# Rows of a chunk that is prefilled in halves, and tokens of a tile: fewer than a prompt's, or as is.
+SHORT, LONG = (1, property(lambda _: 4)), (prefill.OVERLAPPED_ROWS, Ops.prefill_tile)
 
 
 @dataclass(frozen=True)
@@ -121,6 +126,7 @@ def model_of(family: str, method: str, settings: dict[str, str]) -> Model:
 def outcome(family: str, method: str, size: int, settings: dict[str, str]) -> Outcome:
     """Tokens, and the counts of drafts, of an engine on `size` devices."""
     K = int(settings.get("K", "3"))
+    prefill.OVERLAPPED_ROWS, Ops.prefill_tile = SHORT if "halves" in settings else LONG  # type: ignore[misc]
     model = model_of(family, "eagle3" if method in MODEL_FREE else method, settings)
     draft: dict[str, Any] = dict(
         model=None if method in ("mtp", *MODEL_FREE) else "none",

@@ -15,6 +15,7 @@ PROCESSES = [
     (
         "tiny eagle3 4 mapped everything",
         "gpt_oss eagle3 2",
+        "tiny eagle3 2 halves everything",
         "tiny dspark 4 words adaptive fallback=suffix verify=4 confidence=0.3 fp8",
     ),
     ("llama draft_model:gpt_oss 2",),
@@ -62,6 +63,7 @@ PROCESSES = [
         "agreeing eagle 4 adaptive rounds=2",
     ),
     ("tiny eagle3 8 blocks=20 again streams", "agreeing dflash 2 K=1", "agreeing dspark 2 K=5"),
+    ("qwen3 eagle3 2,4 halves again", "mimo mtp 2 halves blocks=20", "tiny dspark 4 halves words"),
     ("tiny eagle3 2 mapped replicas=2", "tiny eagle3 2 replicas=4 again streams"),
 ]
 
