@@ -21,6 +21,7 @@ from jaxspec.config.reading import (
 from jaxspec.config.settings import setting
 
 Compilation = Literal["round", "step", "eager"]
+TOKENS_OF_A_DEVICE = 2048  # of a prefill call, which the other requests wait for
 
 
 @checks_keywords(ENGINE)
@@ -34,7 +35,9 @@ class EngineConfig:
     max_num_seqs: requests that run together.
     block_size: tokens of a KV-cache block.
     max_num_batched_tokens: tokens of one prefill call, of all requests together. A longer prompt is
-        prefilled in chunks, with a round of the other requests after each.
+        prefilled in chunks, with a round of the other requests after each. A call has whole tiles
+        (Ops.prefill_tile), so at most one tile more. None: 2,048 for each device that shares the
+        models, which take about the same time.
     compilation: "round" (one program a round), "step" (one a draft step) or "eager" (none).
     batch_buckets: batch sizes that programs are compiled for; a smaller batch is padded. None:
         powers of two.
@@ -76,7 +79,11 @@ class EngineConfig:
     max_model_len: int = setting(2048, "Tokens a request may hold, prompt included.")
     max_num_seqs: int = setting(8, "Requests that run together.")
     block_size: int = setting(64, "Tokens a KV-cache block.")
-    max_num_batched_tokens: int = setting(2048, "Tokens of one prefill call, of all requests.")
+    max_num_batched_tokens: int | None = setting(
+        None,
+        "Tokens of one prefill call, of all requests. [default: 2048 for each device that shares "
+        "the models]",
+    )
     compilation: Compilation = setting(
         "round", "One program a round, one a draft step, or none: round, step or eager."
     )
@@ -130,18 +137,23 @@ class EngineConfig:
             if not isinstance(getattr(self, name), bool):
                 value = shown(getattr(self, name))
                 raise ConfigError(f"{name}: expected true or false, got {value}")
-        for name in (
+        sizes = [
             "max_model_len",
             "max_num_seqs",
             "block_size",
-            "max_num_batched_tokens",
             "tensor_parallel_size",
             "data_parallel_size",
-        ):
+        ]
+        if self.max_num_batched_tokens is not None:
+            sizes.append("max_num_batched_tokens")
+        for name in sizes:
             value = getattr(self, name)
             if not is_int(value) or value < 1:
                 raise ConfigError(f"{name}: expected an integer of at least 1, got {shown(value)}")
             check_int32(name, value)
+        if self.max_num_batched_tokens is None:
+            tokens = min(TOKENS_OF_A_DEVICE * self.tensor_parallel_size, 2**31 - 1)
+            object.__setattr__(self, "max_num_batched_tokens", tokens)
         if not is_one_of(self.compilation, get_args(Compilation)):
             raise ConfigError(
                 f"compilation: expected one of {', '.join(get_args(Compilation))}, "
@@ -190,3 +202,8 @@ class EngineConfig:
                 f"batch_buckets: expected one batch size with batch_invariant, got {buckets}"
             )
         object.__setattr__(self, "batch_buckets", buckets)
+
+    def prefill_tiles(self, tile: int) -> int:
+        """Return how many tiles of so many rows a prefill call has at most."""
+        assert self.max_num_batched_tokens is not None
+        return -(-self.max_num_batched_tokens // tile)

@@ -34,7 +34,7 @@ class Buckets:
     @property
     def max_tiles(self) -> int:
         """Tiles of a prefill call at most."""
-        return max(1, self.config.max_num_batched_tokens // self.prefill_tile)
+        return self.config.prefill_tiles(self.prefill_tile)
 
     @property
     def max_ending(self) -> int:

@@ -157,7 +157,7 @@ class Engine:
 
     def _make_scheduler(self) -> Scheduler:
         config, runner = self.runner.config, self.runner
-        assert config.batch_buckets is not None
+        assert config.batch_buckets is not None and config.max_num_batched_tokens is not None
         runner.check_room()
         settings = SchedulerConfig(
             max_num_seqs=config.max_num_seqs,

@@ -207,7 +207,8 @@ class CacheMemory:
         logits = max(logits, 4 * 4 * self._buckets.max_tiles * vocab)
         intermediate = getattr(target, "intermediate_size", 4 * target.hidden_size)
         width = 8 * target.hidden_size + 3 * intermediate
-        prefill = 2 * config.max_num_batched_tokens * width * self._dtype.itemsize
+        rows = self._buckets.max_tiles * self._buckets.prefill_tile
+        prefill = 2 * rows * width * self._dtype.itemsize
         assert config.batch_buckets is not None
         vocabulary = Vocabulary(cfg.target.vocab_size)
         sampling = config.batch_buckets[-1] * most_slot_bytes(vocabulary, cfg.vocab_shards.count)

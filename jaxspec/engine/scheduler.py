@@ -69,7 +69,7 @@ class SchedulerConfig:
     @property
     def max_chunk(self) -> int:
         """Tokens of one prefill call, in whole tiles."""
-        return max(1, self.max_num_batched_tokens // self.prefill_tile) * self.prefill_tile
+        return -(-self.max_num_batched_tokens // self.prefill_tile) * self.prefill_tile
 
     @property
     def step_room(self) -> int:

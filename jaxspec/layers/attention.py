@@ -9,8 +9,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 import numpy as np
+from jax import lax
 
 from jaxspec.cache.arrays import FullCache
 from jaxspec.config import AttentionConfig, MLAConfig, Ops

@@ -55,7 +55,7 @@ OWN_KEYWORDS = (
 
 
 # Fields of EngineConfig for which None is the default in vLLM, and no value here.
-NONE_IS_DEFAULT = ("max_num_seqs", "max_num_batched_tokens", "block_size", "enable_prefix_caching")
+NONE_IS_DEFAULT = ("max_num_seqs", "block_size", "enable_prefix_caching")
 
 
 @dataclass(frozen=True)

@@ -140,6 +140,7 @@ def memory_plan(
     check_cuts(specs, layout, "the target")
     K, itemsize = num_speculative_tokens if draft is not None else 0, jnp.dtype(dtype).itemsize
     target_weights = weight_bytes(specs, dtype, layout)
+    assert config.max_num_batched_tokens is not None
     rows = {
         "max_model_len": config.max_model_len,
         "head_room": K + 1,

@@ -184,7 +184,9 @@ def compiled_prefill(num_tiles: int) -> str:
     addresses = jax.ShapeDtypeStruct((4,), jnp.uint32)
     with mock.patch("jax.default_backend", lambda: "gpu"):  # products of many rows ask for it
         lowered = program.lower(cfg, *placed_as(cfg, args), addresses=addresses)
-    return lowered.compile(compiler_options=dict(cfg.prefill_options)).as_text()
+    hlo = lowered.compile(compiler_options=dict(cfg.prefill_options)).as_text()
+    assert hlo is not None
+    return hlo
 
 
 def beside_exchanges(hlo: str) -> list[tuple[int, int]]:

@@ -61,7 +61,7 @@ WORDS: dict[str, Any] = dict(
     logprobs=-1,
     n=2,
 )
-# Rows of a chunk that is prefilled in halves, and tokens of a tile: fewer than a prompt's, or as is.
+# Rows of a chunk that is halved, and tokens of a tile: fewer than a prompt's, or as they are.
 SHORT, LONG = (1, property(lambda _: 4)), (prefill.OVERLAPPED_ROWS, Ops.prefill_tile)
 
 
