@@ -54,8 +54,9 @@ def lowered_once(static_argnames: str | Sequence[str] = ()) -> Callable[[Any], A
 
     The function returns an array, or a tuple of arrays and Nones. It can be neither batched
     (jax.vmap) nor differentiated. It must not ask which device there is, since another process may
-    lower it. On several devices, and in the interpreter, the decorator is
-    jax.jit alone: an export is for one device.
+    lower it. Devices that share a program embed the export of one of them. If an argument names a
+    mesh axis, over which the kernels exchange, and in the interpreter, the decorator is jax.jit
+    alone.
     """
     names = (static_argnames,) if isinstance(static_argnames, str) else tuple(static_argnames)
 
@@ -64,9 +65,9 @@ def lowered_once(static_argnames: str | Sequence[str] = ()) -> Callable[[Any], A
 
         @wraps(function)
         def embed(*args: Any, **named: Any) -> Any:
-            if hopper.interpreting() or jax.sharding.get_abstract_mesh().size > 1:
-                return function(*args, **named)
             given = signature.bind(*args, **named).arguments
+            if hopper.interpreting() or _has_an_axis(given):
+                return function(*args, **named)
             settings = tuple((name, given.pop(name)) for name in names if name in given)
             leaves, structure = jax.tree.flatten(given)
             values = jax.config.values
@@ -228,6 +229,15 @@ def _compile(made: export.Exported, shapes: Sequence[jax.ShapeDtypeStruct]) -> N
         jax.jit(made.call).lower(*shapes).compile()
     except Exception as e:  # the program tells what is wrong
         logger.debug("%s does not compile alone: %r", made.fun_name, e)
+
+
+def _has_an_axis(arguments: Any) -> bool:
+    """Return whether some node of a pytree names a mesh axis (VocabShards, Peers)."""
+
+    def names_one(node: Any) -> bool:
+        return getattr(node, "axis", None) is not None
+
+    return any(map(names_one, jax.tree.leaves(arguments, is_leaf=names_one)))
 
 
 def _shape_of(leaf: Any) -> jax.ShapeDtypeStruct:

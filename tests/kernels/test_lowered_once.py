@@ -15,12 +15,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import export
-from jax.sharding import AbstractMesh
 
 from pallas_kernels import lowered_once as module
 from pallas_kernels.lowered_once import Call, Exports, lowered_once
 from tests.kernels.interpreter import needs_mosaic
 from tests.support.compilations import COMPILED
+from tests.support.devices import run_on_devices
 
 X = jnp.arange(6.0).reshape(2, 3)
 
@@ -179,11 +179,9 @@ def test_a_setting_whose_text_differs_by_process_is_not_kept(tmp_path: Path) -> 
     assert list(tmp_path.iterdir()) == []
 
 
-def test_several_devices_trace_the_function_itself(exports: Exports) -> None:
-    lowerings: list[str] = []
-    with jax.sharding.use_abstract_mesh(AbstractMesh((2,), ("x",))):
-        jax.make_jaxpr(scaled(lowerings))(X)
-    assert lowerings and not exports._found
+def test_several_devices_embed_the_export_of_one() -> None:
+    """A function that exchanges over a mesh axis is traced itself."""
+    assert run_on_devices(2, "tests.kernels.lowered_on_devices").split() == ["1", "1", "True"]
 
 
 @needs_mosaic
