@@ -6,8 +6,8 @@ Arrays side by side (queries, keys and values; gate and up) are cut one by one:
 [q_0 | k_0 | v_0 | q_1 | k_1 | v_1]. And a piece that several devices need stands there several
 times, such as a KV head of a model with fewer KV heads than devices.
 
-Kernels take experts whose width is a multiple of EXPERT_GRAIN. Where whole experts are, and their
-pieces would not be, zeros follow the width: they add nothing to a row's sum.
+Kernels take experts whose width is a multiple of EXPERT_GRAIN. If whole experts have such a width
+and their pieces would not, zeros follow it. They add nothing to a row's sum.
 """
 
 from __future__ import annotations
