@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 
@@ -109,6 +110,7 @@ def engines(request: pytest.FixtureRequest) -> Iterator[Engines]:
     small = make(model, (ROOM,) * len(sights), rounds_per_step=rounds)
     for blocks, count in zip(small.engine.scheduler.groups, least, strict=True):
         blocks.pool = BlockPool(count)
+    jax.clear_caches()  # a worker of pytest may make these engines twice
     with counting_compilations() as compiled:
         small.warmup(sampling_params=KINDS)
     yield Engines(model, small, roomy, compiled, least)

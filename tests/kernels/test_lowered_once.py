@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import export
+from jax.sharding import AbstractMesh
 
 from pallas_kernels import lowered_once as module
 from pallas_kernels.lowered_once import Call, Exports, lowered_once
@@ -233,6 +234,15 @@ def test_a_new_kernel_compiles_beside_the_trace(
     finally:
         jax.monitoring.unregister_event_duration_listener(listen)
     assert found == ["jaxspec-kernels"]
+
+
+def test_kernels_of_several_devices_compile_beside_the_trace_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with jax.sharding.use_abstract_mesh(AbstractMesh((2,), ("x",))):
+        assert not module._may_compile_early()  # on a CPU
+        monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+        assert module._may_compile_early()
 
 
 def test_kernels_that_wait_to_be_compiled_are_dropped(
