@@ -293,8 +293,8 @@ class LLM:
         dtype: "bfloat16", "float32", or "auto" (bfloat16 on a GPU, float32 on a CPU).
         max_model_len: None for 2048, or the target's limit if that is less.
         mxfp4: "packed" keeps MXFP4 experts (gpt-oss) as they are stored, "dequantised" takes four
-            times their memory. "auto" is "packed", unless a device's piece of an expert is no
-            number of blocks of 32.
+            times their memory. "auto" is "packed", unless a device's piece of an expert is not a
+            whole number of blocks of 32.
         generation_config: "auto": requests without SamplingParams take what the target's
             generation_config.json proposes; "vllm": that file is not read. None reads it for
             get_default_sampling_params alone.

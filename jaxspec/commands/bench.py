@@ -114,6 +114,9 @@ class TimingOptions:
     rounds_per_step: int | None = flag(
         None, "Rounds that one program of the engine runs. [default: the engine's choice]"
     )
+    max_num_batched_tokens: int | None = flag(
+        None, "Tokens of a prefill call, for first_token. [default: the engine's choice]"
+    )
     pause: float = flag(
         0.0, "Seconds of idling before each repeat of plain, verify and round: no power limit then."
     )
@@ -130,11 +133,15 @@ class TimingOptions:
             )
         if not 0 <= self.pause <= 60:
             raise ConfigError(f"--pause: expected 0 to 60 seconds, got {self.pause}")
-        EngineConfig(rounds_per_step=self.rounds_per_step)  # refused before anything is measured
+        EngineConfig(  # refused before anything is measured
+            rounds_per_step=self.rounds_per_step,
+            max_num_batched_tokens=self.max_num_batched_tokens,
+        )
         return Effort(
             rounds=self.rounds,
             repeats=self.repeats,
             rounds_per_step=self.rounds_per_step,
+            max_num_batched_tokens=self.max_num_batched_tokens,
             cuda_graphs=self.cuda_graphs,
             pause=self.pause,
         )

@@ -21,7 +21,6 @@ from jaxspec.config.reading import (
 from jaxspec.config.settings import setting
 
 Compilation = Literal["round", "step", "eager"]
-TOKENS_OF_A_DEVICE = 2048  # of a prefill call, which the other requests wait for
 
 
 @checks_keywords(ENGINE)
@@ -35,9 +34,8 @@ class EngineConfig:
     max_num_seqs: requests that run together.
     block_size: tokens of a KV-cache block.
     max_num_batched_tokens: tokens of one prefill call, of all requests together. A longer prompt is
-        prefilled in chunks, with a round of the other requests after each. A call has whole tiles
-        (Ops.prefill_tile), so at most one tile more. None: 2,048 for each device that shares the
-        models, which take about the same time.
+        prefilled in chunks, with a round of the other requests after each. They are rounded up to
+        whole tiles (Ops.prefill_tile). None: 2,048, or 4,096 if several devices share the models.
     compilation: "round" (one program a round), "step" (one a draft step) or "eager" (none).
     batch_buckets: batch sizes that programs are compiled for; a smaller batch is padded. None:
         powers of two.
@@ -81,8 +79,8 @@ class EngineConfig:
     block_size: int = setting(64, "Tokens a KV-cache block.")
     max_num_batched_tokens: int | None = setting(
         None,
-        "Tokens of one prefill call, of all requests. [default: 2048 for each device that shares "
-        "the models]",
+        "Tokens of one prefill call, of all requests, rounded up to whole tiles. "
+        "[default: 2048, or 4096 if several devices share the models]",
     )
     compilation: Compilation = setting(
         "round", "One program a round, one a draft step, or none: round, step or eager."
@@ -151,9 +149,6 @@ class EngineConfig:
             if not is_int(value) or value < 1:
                 raise ConfigError(f"{name}: expected an integer of at least 1, got {shown(value)}")
             check_int32(name, value)
-        if self.max_num_batched_tokens is None:
-            tokens = min(TOKENS_OF_A_DEVICE * self.tensor_parallel_size, 2**31 - 1)
-            object.__setattr__(self, "max_num_batched_tokens", tokens)
         if not is_one_of(self.compilation, get_args(Compilation)):
             raise ConfigError(
                 f"compilation: expected one of {', '.join(get_args(Compilation))}, "
@@ -203,7 +198,17 @@ class EngineConfig:
             )
         object.__setattr__(self, "batch_buckets", buckets)
 
+    @property
+    def prefill_tokens(self) -> int:
+        """Tokens of one prefill call: max_num_batched_tokens or its default."""
+        if self.max_num_batched_tokens is not None:
+            return self.max_num_batched_tokens
+        return 2048 if self.tensor_parallel_size == 1 else 4096
+
     def prefill_tiles(self, tile: int) -> int:
-        """Return how many tiles of so many rows a prefill call has at most."""
-        assert self.max_num_batched_tokens is not None
-        return -(-self.max_num_batched_tokens // tile)
+        """Return how many tiles of so many rows a prefill call has at most.
+
+        Several devices halve calls of many tiles, so they have an even number.
+        """
+        tiles = -(-self.prefill_tokens // tile)
+        return tiles if self.tensor_parallel_size == 1 or tiles == 1 else tiles + tiles % 2

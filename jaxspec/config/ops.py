@@ -42,6 +42,7 @@ class Ops:
     layers:     the devices whose pieces of a layer's product add up to the whole
     vocabulary: the devices that share embedding and head
     is_prefill: whether the pass reads prompts
+    in_halves:  whether it reads one half of the rows, while the other half's sums are exchanged
     rows_alike: on a CPU, give a row the same bits beside few other rows as beside many. A last bit
                 may move a number to the next fp8 code, and then texts differ. Products have at
                 least 8 rows; attention, routers and experts run in tiles of 8
@@ -59,6 +60,7 @@ class Ops:
     layers: Group = ONE_DEVICE
     vocabulary: Group = ONE_DEVICE
     is_prefill: bool = struct.field(pytree_node=False, default=False)
+    in_halves: bool = struct.field(pytree_node=False, default=False)
     rows_alike: bool = struct.field(pytree_node=False, default=False)
 
     def names(self) -> dict[str, str]:

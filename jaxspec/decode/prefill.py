@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxspec import drafts, models
 from jaxspec.cache.arrays import KVCache
 from jaxspec.cache.metadata import PREFILL_METADATA_OPS, BlockTables, build_metadata
-from jaxspec.config import RoundConfig
+from jaxspec.config import AttentionConfig, RoundConfig
 from jaxspec.decode.fallback import prefill_text
 from jaxspec.decode.round import advance
 from jaxspec.decode.state import DecodeState
@@ -27,7 +27,7 @@ from jaxspec.sampling.logprobs import score_hidden, score_tokens
 from jaxspec.sampling.processors.processor import Window
 from jaxspec.sampling.state import gumbel_noise, sample
 
-OVERLAPPED_ROWS = 2048  # of a chunk whose halves still fill a GPU
+OVERLAPPED_ROWS = 2048  # of a chunk that is halved; 4,128 are measured
 
 
 def prefill(
@@ -104,8 +104,9 @@ def _target_pass(
     chunk: PromptChunk,
 ) -> models.TargetOutput:
     """Run the target over the chunk's tiles, in parts whose exchanges hide behind each other."""
-    tables, outputs = cfg.target_tables(block_tables), []
-    for part in _parts(cfg, chunk):
+    tables, outputs, parts = cfg.target_tables(block_tables), [], _parts(cfg, chunk)
+    ops = replace(cfg.ops, in_halves=len(parts) > 1)
+    for part in parts:
         tiles = jax.tree.map(lambda array, part=part: array[part], (tables, chunk))
         metadata = build_metadata(
             cfg.target_groups,
@@ -120,7 +121,7 @@ def _target_pass(
             target,
             cfg.target,
             tiles[1].tokens,
-            Pass(metadata, cfg.ops),
+            Pass(metadata, ops),
             caches,
             aux_layers=cfg.draft.aux_layers if cfg.draft else (),
         )
@@ -138,11 +139,13 @@ def _parts(cfg: RoundConfig, chunk: PromptChunk) -> tuple[slice, ...]:
 
     XLA exchanges the sums of many rows. While it exchanges those of one half, the devices compute
     the other half. A later tile of a prompt reads the cache that an earlier one writes, so halves
-    follow the order of the tiles. Experts multiply whole blocks of rows, which halves would fill
-    less.
+    follow the order of the tiles. They have the same shape: a row's products do not depend on its
+    half. Experts stay whole, since they multiply blocks of rows, which halves would fill less. So
+    do other kinds of attention than `attend_qkv`, which waits for a cache's reader.
     """
     tiles, rows = chunk.tokens.shape
-    few = tiles < 2 or tiles * rows < OVERLAPPED_ROWS
-    if few or cfg.ops.layers.size == 1 or hasattr(cfg.target, "moe"):
+    few = tiles % 2 or tiles * rows < OVERLAPPED_ROWS
+    is_dense = type(cfg.target.attention) is AttentionConfig and not hasattr(cfg.target, "moe")
+    if few or cfg.ops.layers.size == 1 or not is_dense:
         return (slice(None),)
     return slice(0, tiles // 2), slice(tiles // 2, tiles)

@@ -37,6 +37,11 @@ class Buckets:
         return self.config.prefill_tiles(self.prefill_tile)
 
     @property
+    def max_chunk(self) -> int:
+        """Tokens of a prefill call at most."""
+        return self.max_tiles * self.prefill_tile
+
+    @property
     def max_ending(self) -> int:
         """Prompts that end in a prefill call at most."""
         return min(self.max_tiles, self.config.max_num_seqs)

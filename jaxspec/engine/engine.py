@@ -157,13 +157,13 @@ class Engine:
 
     def _make_scheduler(self) -> Scheduler:
         config, runner = self.runner.config, self.runner
-        assert config.batch_buckets is not None and config.max_num_batched_tokens is not None
+        assert config.batch_buckets is not None
         runner.check_room()
         settings = SchedulerConfig(
             max_num_seqs=config.max_num_seqs,
             buckets=config.batch_buckets,
             max_model_len=config.max_model_len,
-            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_tiles=config.prefill_tiles(runner.prefill_tile),
             prefill_tile=runner.prefill_tile,
             block_size=config.block_size,
             head_room=runner.num_speculative_tokens + 1,
@@ -818,7 +818,7 @@ class Engine:
             f"and the round's own arrays, got {limit} in all; "
             f"lower gpu_memory_utilization ({config.gpu_memory_utilization}), "
             f"max_num_seqs ({config.max_num_seqs}), "
-            f"max_num_batched_tokens ({config.max_num_batched_tokens}) "
+            f"max_num_batched_tokens ({config.prefill_tokens}) "
             f"or max_model_len ({config.max_model_len})"
         )
 

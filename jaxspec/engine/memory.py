@@ -91,7 +91,7 @@ class CacheMemory:
             group,
             max_model_len=max_model_len,
             head_room=self._rows_of_round,
-            max_chunk=self._buckets.max_tiles * self._buckets.prefill_tile,
+            max_chunk=self._buckets.max_chunk,
             rounds_per_step=self._rounds_per_step,
         )
 
@@ -207,8 +207,7 @@ class CacheMemory:
         logits = max(logits, 4 * 4 * self._buckets.max_tiles * vocab)
         intermediate = getattr(target, "intermediate_size", 4 * target.hidden_size)
         width = 8 * target.hidden_size + 3 * intermediate
-        rows = self._buckets.max_tiles * self._buckets.prefill_tile
-        prefill = 2 * rows * width * self._dtype.itemsize
+        prefill = 2 * self._buckets.max_chunk * width * self._dtype.itemsize
         assert config.batch_buckets is not None
         vocabulary = Vocabulary(cfg.target.vocab_size)
         sampling = config.batch_buckets[-1] * most_slot_bytes(vocabulary, cfg.vocab_shards.count)

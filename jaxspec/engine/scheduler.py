@@ -44,8 +44,8 @@ class SchedulerConfig:
     max_num_seqs: requests that run together at most
     buckets: batch sizes that rounds are compiled for, ascending
     max_model_len: tokens of a request at most
-    max_num_batched_tokens: tokens of one prefill call
-    prefill_tile: rows of a tile; a prefill call is made of tiles, each of one request
+    max_tiles: tiles of one prefill call
+    prefill_tile: rows of a tile, which belongs to one request
     block_size: tokens of a block
     head_room: positions past a request's cached ones that a round may write, K + 1
     rounds_per_step: rounds that are launched together
@@ -57,7 +57,7 @@ class SchedulerConfig:
     max_num_seqs: int
     buckets: tuple[int, ...]
     max_model_len: int
-    max_num_batched_tokens: int
+    max_tiles: int
     prefill_tile: int
     block_size: int
     head_room: int = 1
@@ -68,8 +68,8 @@ class SchedulerConfig:
 
     @property
     def max_chunk(self) -> int:
-        """Tokens of one prefill call, in whole tiles."""
-        return -(-self.max_num_batched_tokens // self.prefill_tile) * self.prefill_tile
+        """Tokens of one prefill call."""
+        return self.max_tiles * self.prefill_tile
 
     @property
     def step_room(self) -> int:
@@ -330,7 +330,7 @@ class Scheduler:
         A chunk of several tiles belongs to one request.
         """
         tile = self.config.prefill_tile
-        tiles = self.config.max_chunk // tile
+        tiles = self.config.max_tiles
         chunks: list[Chunk] = []
         for request in sorted(self.running, key=lambda r: r.admitted):
             start, known = request.num_prefilled, request.num_known

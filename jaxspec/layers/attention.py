@@ -265,8 +265,7 @@ def attend_qkv(
         attended = _attend_in_tiles(queries)
     else:
         attended = attention_op.paged_attention(queries, implementation=ops.attention)
-    if ops.is_prefill and ops.layers.size > 1:
-        # The prompt's next half writes this cache in place once its reader has ended.
+    if ops.in_halves:  # the next half writes this cache in place, once its reader has ended
         attended, k_cache, v_cache = lax.optimization_barrier((attended, k_cache, v_cache))
     if flat is not None and not packed:
         attended = flat.flatten(attended)

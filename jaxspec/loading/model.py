@@ -61,8 +61,8 @@ def load_target(
     if mxfp4 == "auto" and getattr(cfg, "mxfp4", None) == "dequantised":
         log.warning(
             "MXFP4 experts are dequantised, in four times the memory, because a device's piece of "
-            f"each expert is no number of blocks of {BLOCK}; enable_expert_parallel=True keeps "
-            "them packed"
+            f"each expert is not a whole number of blocks of {BLOCK}; enable_expert_parallel=True "
+            "keeps them packed"
         )
     family = models.family(cfg)
     ignore = lambda name: family.ignored_tensor(cfg, name)  # noqa: E731
@@ -114,7 +114,7 @@ def with_expert_storage(cfg: Any, mxfp4: str, layout: Layout) -> Any:
     """Return a target's config that says how MXFP4 experts are kept; others stay as they are.
 
     mxfp4: "packed" keeps them as they are stored, "dequantised" does not. "auto" keeps them unless
-        devices share the width of each expert, and a piece is no number of whole blocks.
+        devices share the width of each expert, and a piece is not a whole number of blocks.
     """
     if getattr(cfg, "mxfp4", None) is None:
         return cfg

@@ -99,6 +99,11 @@ class Layout:
         """Return whether a device holds a piece of this axis only."""
         return self.num_pieces(axis) > 1
 
+    @property
+    def without_zeros(self) -> Layout:
+        """The layout without the zeros at an axis' end, which no product needs."""
+        return replace(self, padded=())
+
     def padded_width(self, width: int, axis: str | None) -> int:
         """Return the width, in any unit, of an array along a logical axis with its zeros."""
         for name, size, padded in self.padded:
@@ -212,13 +217,21 @@ def _padded_experts(
     Experts in fp8 and int4 have no zeros: the blocks of their scales say where they may be cut.
     """
     axis, found = "expert_mlp", set(sizes.get("expert_mlp", []))
-    if getattr(getattr(config, "quantization", None), "forms", ()) or len(found) != 1:
+    if _is_quantised(config) or len(found) != 1:
         return ()
     (size,) = found
     whole = EXPERT_GRAIN * count
     if size % EXPERT_GRAIN or size % whole == 0:
         return ()
     return ((axis, size, -(-size // whole) * whole),)
+
+
+def _is_quantised(config: Any) -> bool:
+    """Return whether a config, or one that it holds, has weights in fp8 or int4."""
+    if getattr(getattr(config, "quantization", None), "forms", ()):
+        return True
+    held = (getattr(config, each.name) for each in fields(config))
+    return any(is_dataclass(value) and _is_quantised(value) for value in held)
 
 
 def _sizes(config: Any) -> dict[str, list[int]]:

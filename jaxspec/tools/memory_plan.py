@@ -15,7 +15,14 @@ from jax.typing import DTypeLike
 from jaxspec import drafts, models
 from jaxspec.cache.arrays import resolve_cache_dtype
 from jaxspec.cache.pool_sizes import demand, layer_block_bytes
-from jaxspec.config import CacheGroup, DraftConfig, EngineConfig, KVCacheDtype, TargetConfig
+from jaxspec.config import (
+    CacheGroup,
+    DraftConfig,
+    EngineConfig,
+    KVCacheDtype,
+    Ops,
+    TargetConfig,
+)
 from jaxspec.decode.several_rounds import rounds_per_step
 from jaxspec.drafts.families import layered
 from jaxspec.layers.params import Params, is_spec
@@ -140,11 +147,11 @@ def memory_plan(
     check_cuts(specs, layout, "the target")
     K, itemsize = num_speculative_tokens if draft is not None else 0, jnp.dtype(dtype).itemsize
     target_weights = weight_bytes(specs, dtype, layout)
-    assert config.max_num_batched_tokens is not None
+    tile = Ops(attention="mosaic_gpu").prefill_tile
     rows = {
         "max_model_len": config.max_model_len,
         "head_room": K + 1,
-        "max_chunk": config.max_num_batched_tokens,
+        "max_chunk": config.prefill_tiles(tile) * tile,
         "rounds_per_step": rounds_per_step(config, on_gpu=True, weight_bytes=target_weights),
     }
     num_requests, lengths = config.max_num_seqs, (config.block_size, config.max_model_len)

@@ -169,9 +169,9 @@ def test_an_exchange_before_a_product_reads_its_weights(size: int, sampled: bool
 
 
 @functools.cache
-def compiled_prefill(num_tiles: int) -> str:
-    """The scheduled HLO of a prefill call on two H200."""
-    mesh = h200.linked_mesh(2, "model")
+def compiled_prefill(num_tiles: int, size: int = 2) -> str:
+    """The scheduled HLO of a prefill call on several H200."""
+    mesh = h200.linked_mesh(size, "model")
     case = Round("llama-3-8b", 3, sampled=True, layers=LAYERS, batch=1)
     cfg = replace(configured(case), placement=Placement(mesh))
     params, state, tables = abstract_arguments(cfg, num_tiles, PAGES)
@@ -181,7 +181,7 @@ def compiled_prefill(num_tiles: int) -> str:
     program = jax.jit(
         spread(prefill, 1, programs.result_and_state), static_argnums=0, donate_argnums=2
     )
-    addresses = jax.ShapeDtypeStruct((4,), jnp.uint32)
+    addresses = jax.ShapeDtypeStruct((2 * size,), jnp.uint32)
     with mock.patch("jax.default_backend", lambda: "gpu"):  # products of many rows ask for it
         lowered = program.lower(cfg, *placed_as(cfg, args), addresses=addresses)
     hlo = lowered.compile(compiler_options=dict(cfg.prefill_options)).as_text()
@@ -190,14 +190,19 @@ def compiled_prefill(num_tiles: int) -> str:
 
 
 def beside_exchanges(hlo: str) -> list[tuple[int, int]]:
-    """Of each exchange, the rows that it adds and the products between its start and its end."""
+    """Of each exchange, the rows that it adds and the products between its start and its end.
+
+    Two devices exchange by an all-reduce, four by an all-gather.
+    """
     found: dict[str, list[int]] = {}
     running: set[str] = set()
     for line in hlo[hlo.index("\nENTRY ") :].splitlines():
-        if begun := re.search(r"%(\S+) = [^\[]*\[(\d+),.* all-reduce-start\(", line):
+        if begun := re.search(
+            r"%(\S+) = [^\[]*\[(?:1,)?(\d+),4096\].* all-(?:reduce|gather)-start\(", line
+        ):
             found[begun[1]] = [int(begun[2]), 0]
             running.add(begun[1])
-        elif ended := re.search(r" all-reduce-done\(%?(\S+)\)", line):
+        elif ended := re.search(r" all-(?:reduce|gather)-done\(%?(\S+)\)", line):
             running.remove(ended[1])
         elif '"__cublas$lt$matmul"' in line:
             for name in running:
@@ -206,11 +211,13 @@ def beside_exchanges(hlo: str) -> list[tuple[int, int]]:
     return [(rows, count) for rows, count in found.values()]
 
 
-def test_the_halves_of_a_long_prompt_hide_each_others_exchanges() -> None:
+@pytest.mark.parametrize("size", [2, slow(4)], ids=str)
+def test_the_halves_of_a_long_prompt_hide_each_others_exchanges(size: int) -> None:
     """Both halves exchange embedding, attention and MLP; the draft, which writes keys alone,
     exchanges its embedding, whole. Nothing runs beside the first exchange of all."""
     tiles = 86  # 4,128 rows
-    halves = [n for rows, n in beside_exchanges(compiled_prefill(tiles)) if rows == tiles * 48 // 2]
+    exchanges = beside_exchanges(compiled_prefill(tiles, size))
+    halves = [products for rows, products in exchanges if rows == tiles * 48 // 2]
     assert len(halves) == 2 * (1 + 2 * LAYERS)
     assert halves.count(0) == 1
 

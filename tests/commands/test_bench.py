@@ -346,6 +346,7 @@ def bench_environment(memory_limit: int | None) -> dict[str, Any]:
         (["--rounds", "2"], "--rounds, --repeats: expected at least 8 and 1"),
         (["--pause", "-1"], "--pause: expected 0 to 60 seconds, got -1.0"),
         (["--rounds-per-step", "0"], "rounds_per_step: expected None or an integer of at least 1"),
+        (["--max-num-batched-tokens", "0"], "max_num_batched_tokens: expected an integer of at le"),
         (["--dtype", "int8"], "--dtype: expected one of auto"),
         (
             ["--model", "tiny", "--method", "medusa"],

@@ -14,10 +14,12 @@ import pytest
 from typer.testing import CliRunner
 
 from jaxspec import models
+from jaxspec.cache.pool_sizes import demand
 from jaxspec.commands import plan as script
-from jaxspec.config import EngineConfig, SpeculativeConfig
+from jaxspec.config import CacheGroup, EngineConfig, Ops, SpeculativeConfig
 from jaxspec.config.quantization import Quantize
 from jaxspec.drafts import mtp
+from jaxspec.engine.buckets import Buckets
 from jaxspec.loading.conversion import convert_checkpoint
 from jaxspec.loading.model import load_target
 from jaxspec.tools.benchmark import dimensions
@@ -45,6 +47,16 @@ def test_llama_takes_two_bytes_a_parameter_and_128_kib_a_token() -> None:
     assert plan.token_bytes == 32 * 2 * 8 * 128 * 2 == 128 * 1024
     assert plan.draft_weights == plan.draft_buffers == 0
     assert plan.logits == 16 * 128256 * 4
+
+
+def test_a_window_s_pool_is_that_of_the_engine_on_a_gpu() -> None:
+    """Prefill calls of 2,048 tokens are 43 tiles of 48 rows."""
+    config = EngineConfig(max_model_len=8192, max_num_seqs=16)
+    chunk = Buckets(config, Ops(attention="mosaic_gpu").prefill_tile, on_gpu=True).max_chunk
+    (pool,) = {g.pool for g in plan_of("gpt-oss-20b").groups if g.pool is not None}
+    group = CacheGroup(64, 8192, window=128)
+    needed = demand(group, max_model_len=8192, head_room=1, max_chunk=chunk, rounds_per_step=1)
+    assert (chunk, pool) == (2064, needed.of_requests(16, caching=True) * 64)
 
 
 def test_caches_of_float32_take_twice_the_bytes_and_weights_the_same() -> None:

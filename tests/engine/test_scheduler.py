@@ -145,7 +145,7 @@ def settings_of(**changes: Any) -> SchedulerConfig:
         "max_num_seqs": 4,
         "buckets": (1, 2, 4),
         "max_model_len": 64,
-        "max_num_batched_tokens": 16,
+        "max_tiles": 4,
         "prefill_tile": 4,
         "block_size": 4,
         "head_room": 4,
@@ -179,13 +179,13 @@ def test_any_mixture_of_requests_gives_each_its_own_text_and_all_blocks_back(
     results read late, several KV-cache groups, several rounds a step, rounds without a token."""
     K, lookahead, lag = data.draw(st.sampled_from(DRAFTERS))
     size, sights = data.draw(st.sampled_from([1, 2, 4])), data.draw(st.sampled_from(SIGHTS))
-    rounds, tokens = data.draw(st.sampled_from([1, 2, 4])), data.draw(st.sampled_from([4, 16]))
+    rounds, tiles = data.draw(st.sampled_from([1, 2, 4])), data.draw(st.sampled_from([1, 4]))
     config = settings_of(
         head_room=K + 1,
         lookahead=lookahead,
         lag=lag,
         block_size=size,
-        max_num_batched_tokens=tokens,
+        max_tiles=tiles,
         rounds_per_step=rounds,
         may_wait=data.draw(st.booleans()),
     )
@@ -257,7 +257,7 @@ def request_hashes(text: list[int]) -> list[bytes]:
 
 def test_of_two_long_prompts_that_need_each_others_blocks_the_first_gets_them() -> None:
     """A window's pool of 7 blocks: each has 3 for its first chunk, and neither 5 for its second."""
-    config = settings_of(max_model_len=200, max_num_batched_tokens=12)
+    config = settings_of(max_model_len=200, max_tiles=3)
     assert demand_of(config, {"window": 9}).least == 7
     requests = [request([*PREFIX * 8, i], 20) for i in (1, 2)]
     runner = runner_of(config, [150, 7], ({}, {"window": 9}), caching=False)
@@ -268,7 +268,7 @@ def test_of_two_long_prompts_that_need_each_others_blocks_the_first_gets_them() 
 
 def test_who_is_prefilled_waits_for_blocks_where_another_is_before_him() -> None:
     """He takes nobody's, and goes on when the first generates."""
-    config = settings_of(max_model_len=200, max_num_batched_tokens=12)
+    config = settings_of(max_model_len=200, max_tiles=3)
     requests = [request([*PREFIX * 8, i], 20) for i in (1, 2)]
     runner = runner_of(config, [150, 8], ({}, {"window": 9}), caching=False)
     scheduler = run(Workload(requests), runner)

@@ -17,6 +17,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
+from unittest import mock
 
 import jax
 import numpy as np
@@ -123,6 +124,17 @@ def model_of(family: str, method: str, settings: dict[str, str]) -> Model:
     return replace(model, draft=replace(model.draft, confidence_threshold=chance))
 
 
+def counted(parts: Any, found: list[int]) -> Any:
+    """A function of prefill's parts that also notes how many a chunk has."""
+
+    def run(*args: Any) -> Any:
+        made = parts(*args)
+        found.append(len(made))
+        return made
+
+    return run
+
+
 def outcome(family: str, method: str, size: int, settings: dict[str, str]) -> Outcome:
     """Tokens, and the counts of drafts, of an engine on `size` devices."""
     K = int(settings.get("K", "3"))
@@ -173,7 +185,10 @@ def outcome(family: str, method: str, size: int, settings: dict[str, str]) -> Ou
         eos_token_ids=(7,),
     )
     count = 2 if "few" in settings else len(PROMPTS)
-    outputs = llm.generate(PROMPTS[:count], sampling(settings)[:count])
+    chunks: list[int] = []  # the parts of each
+    with mock.patch.object(prefill, "_parts", counted(prefill._parts, chunks)):
+        outputs = llm.generate(PROMPTS[:count], sampling(settings)[:count])
+    assert (2 in chunks) == ("halves" in settings and size > 1)
     if "again" in settings:  # prefixes are in the cache now
         outputs += llm.generate(PROMPTS, sampling(settings))
         assert llm.scheduling.num_prefix_hits > 0

@@ -210,15 +210,25 @@ def test_zeros_follow_the_width_of_experts() -> None:
         assert layout.piece_of(spec)[dim] * 2 == made.size == layout.shape_of(spec)[dim]
 
 
+def test_floors_count_no_zeros() -> None:
+    layout = Layout.of(gpt_oss_20b(), mesh(2)).without_zeros
+    assert layout.on_device(gpt_oss_20b()).moe.intermediate_size == 1440
+
+
 def test_experts_that_no_kernel_takes_have_no_zeros() -> None:
     assert Layout.of(gpt_oss_20b(intermediate_size=96), mesh(2)).padded == ()
 
 
 def test_experts_in_fp8_have_no_zeros() -> None:
+    """Nor those of a draft that holds such a target."""
     cfg: Any = target_config("qwen3_moe")
-    cfg = replace(cfg, quantization=Quantization(((".*", Fp8Form("channel", "token", "floats")),)))
-    cfg = replace(cfg, moe=replace(cfg.moe, intermediate_size=192))
-    assert Layout.of(cfg, mesh(2)).padded == ()
+    wide = replace(cfg, moe=replace(cfg.moe, intermediate_size=192))
+    fp8 = Quantization(((".*", Fp8Form("channel", "token", "floats")),))
+    assert Layout.of(wide, mesh(2)).padded == (("expert_mlp", 192, 256),)
+    coded = replace(wide, quantization=fp8)
+    draft = replace(family_model("llama", "draft_model:qwen3_moe").draft, model=coded)
+    for each in (coded, draft):
+        assert Layout.of(each, mesh(2)).padded == ()
 
 
 def test_a_replicated_draft_has_whole_layers() -> None:

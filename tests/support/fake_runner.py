@@ -148,7 +148,7 @@ class FakeRunner:
             max_model_len=sizes.max_model_len,
             max_num_seqs=sizes.max_num_seqs,
             block_size=sizes.block_size,
-            max_num_batched_tokens=sizes.max_num_batched_tokens,
+            max_num_batched_tokens=sizes.max_chunk - sizes.prefill_tile + 1,  # is rounded up
             batch_buckets=sizes.buckets,
             rounds_per_step=sizes.rounds_per_step,
             enable_prefix_caching=caching,
@@ -237,7 +237,7 @@ class FakeRunner:
         for chunk in chunks:
             first, end = end, end - (-len(chunk.token_ids) // tile)
             rows.append(range(first, end))
-        assert end * tile <= max(tile, self.sizes.max_num_batched_tokens)
+        assert end <= self.sizes.max_tiles
         tokens: dict[int, list[int]] = {}
         result = Result([], num_rounds=0)
         for chunk, tiles in zip(chunks, rows, strict=True):

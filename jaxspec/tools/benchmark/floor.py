@@ -80,7 +80,7 @@ def round_floor(
     rows = cfg.flat_rows(batch) or batch * (K + 1)
     vocabulary = rows * target.vocab_size // devices
     weights, experts = _target_matrices(cfg)
-    layout = cfg.placement.target(cfg.target)
+    layout = cfg.placement.target(cfg.target).without_zeros
     always, expert_bytes = (weight_bytes(part, dtype, layout) for part in _target_parts(cfg))
     draft = _DraftFloor(0, 0, 0, 0)
     if cfg.draft is not None:
@@ -146,7 +146,7 @@ def _block_floor(
     context's keys and values. Each draft reads what corrects its logits.
     """
     draft, K = block(cfg.draft), cfg.num_speculative_tokens
-    layout = cfg.placement.draft(draft)
+    layout = cfg.placement.draft(draft).without_zeros
     specs = drafts.family(draft).param_specs(draft)
 
     def size(*names: str) -> int:
@@ -234,7 +234,7 @@ def _target_matrices(cfg: RoundConfig) -> tuple[int, int]:
 
     The embedding counts where it is the head too.
     """
-    layout = cfg.placement.target(cfg.target)
+    layout = cfg.placement.target(cfg.target).without_zeros
     always, experts = _target_parts(cfg)
     return _size(always, layout), _size(experts, layout)
 

@@ -85,7 +85,7 @@ class Effort:
 
     rounds:          calls dispatched back to back
     repeats:         how often they are timed
-    rounds_per_step: the engine's (EngineConfig)
+    rounds_per_step, max_num_batched_tokens: the engine's (EngineConfig)
     cuda_graphs:     RoundConfig's; None leaves the choice to the engine
     pause:           seconds of idling before each repeat (see back_to_back)
     """
@@ -93,6 +93,7 @@ class Effort:
     rounds: int = 64
     repeats: int = 5
     rounds_per_step: int | None = None
+    max_num_batched_tokens: int | None = None
     cuda_graphs: bool | None = None
     pause: float = 0.0
 
@@ -249,6 +250,7 @@ def _engines(
             compilation=case.compilation,  # type: ignore[arg-type]
             batch_buckets=(case.batch,),
             rounds_per_step=effort.rounds_per_step,
+            max_num_batched_tokens=effort.max_num_batched_tokens,
             num_gpu_blocks_override=(case.batch * pages,)
             * len(groups),  # blocks of every group, as the requests start in all of them
         )
