@@ -11,7 +11,14 @@ import pytest
 from jax.sharding import AbstractMesh, PartitionSpec
 
 from jaxspec import models
-from jaxspec.config import AttentionConfig, ConfigError, EngineConfig, SpeculativeConfig
+from jaxspec.config import (
+    REFERENCE_OPS,
+    AttentionConfig,
+    ConfigError,
+    EngineConfig,
+    RoundConfig,
+    SpeculativeConfig,
+)
 from jaxspec.config.quantization import Fp8Form, Quantization
 from jaxspec.layers.params import ParamSpec, is_spec, joined, matrix
 from jaxspec.loading.placement import _is_placed, as_on_one_device, choose_placement
@@ -19,6 +26,7 @@ from jaxspec.loading.weights import check_cuts
 from jaxspec.parallel.axes import ONCE
 from jaxspec.parallel.layout import ONE_DEVICE_LAYOUT, Layout, Placement
 from jaxspec.tools.benchmark.dimensions import MODELS
+from jaxspec.tools.benchmark.floor import round_floor
 from tests.support.families import family_model, target_config
 
 
@@ -211,8 +219,21 @@ def test_zeros_follow_the_width_of_experts() -> None:
 
 
 def test_floors_count_no_zeros() -> None:
-    layout = Layout.of(gpt_oss_20b(), mesh(2)).without_zeros
-    assert layout.on_device(gpt_oss_20b()).moe.intermediate_size == 1440
+    """Pieces of experts have the bytes of half of the experts; zeros would be 1 % of all."""
+    cfg = RoundConfig.for_models(
+        gpt_oss_20b(), ops=REFERENCE_OPS, block_size=64, max_model_len=2048
+    )
+    pieces, whole = (
+        round_floor(
+            replace(cfg, placement=Placement(mesh(2), expert_parallel=whole)),
+            256,
+            400,
+            dtype="bfloat16",
+            cache_dtype="bfloat16",
+        ).target_weights
+        for whole in (False, True)
+    )
+    assert abs(pieces / whole - 1) < 0.001  # a bias is on each device
 
 
 def test_experts_that_no_kernel_takes_have_no_zeros() -> None:
