@@ -93,9 +93,9 @@ def test_warm_up_covers_every_bucket_that_requests_of_these_lengths_can_ask_for(
 def test_a_gpus_prefill_call_is_a_third_larger_at_most_and_warm_up_knows_its_sizes() -> None:
     buckets = Buckets(
         EngineConfig(), prefill_tile=48, on_gpu=True
-    )  # 42 tiles to the default 2048 tokens
-    sizes = buckets.every_tiles(1, 42)
-    assert sizes == [3, 4, 6, 8, 12, 16, 24, 32, 42]
-    assert [next(s for s in sizes if s >= n) for n in range(1, 43)] == [
-        buckets.tiles(n) for n in range(1, 43)
+    )  # 43 tiles to the default 2048 tokens
+    sizes = buckets.every_tiles(1, 43)
+    assert sizes == [3, 4, 6, 8, 12, 16, 24, 32, 43]
+    assert [next(s for s in sizes if s >= n) for n in range(1, 44)] == [
+        buckets.tiles(n) for n in range(1, 44)
     ]
