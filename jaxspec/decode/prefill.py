@@ -107,20 +107,20 @@ def _target_pass(
     tables, outputs, parts = cfg.target_tables(block_tables), [], _parts(cfg, chunk)
     ops = replace(cfg.ops, in_halves=len(parts) > 1)
     for part in parts:
-        tiles = jax.tree.map(lambda array, part=part: array[part], (tables, chunk))
+        own_tables, own = jax.tree.map(lambda array, part=part: array[part], (tables, chunk))
         metadata = build_metadata(
             cfg.target_groups,
-            tiles[0],
-            tiles[1].start,
-            tiles[1].num_tokens,
-            chunk.tokens.shape[1],
+            own_tables,
+            own.start,
+            own.num_tokens,
+            own.tokens.shape[1],
             attention=cfg.target.attention,
             ops=PREFILL_METADATA_OPS,
         )
         out = models.family(cfg.target).forward(
             target,
             cfg.target,
-            tiles[1].tokens,
+            own.tokens,
             Pass(metadata, ops),
             caches,
             aux_layers=cfg.draft.aux_layers if cfg.draft else (),

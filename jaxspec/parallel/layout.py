@@ -191,8 +191,7 @@ class Layout:
         more = self.padded_width(array.shape[dim], axis) - array.shape[dim]
         if more == 0:
             return array
-        zeros = np.zeros((*array.shape[:dim], more, *array.shape[dim + 1 :]), array.dtype)
-        return np.concatenate([array, zeros], axis=dim)
+        return np.pad(array, [(0, more if i == dim else 0) for i in range(array.ndim)])
 
 
 ONE_DEVICE_LAYOUT = Layout()

@@ -119,7 +119,9 @@ def _steps_floor(
     """Return the share of a draft that makes a token a pass."""
     target: Any = cfg.target
     draft, K = layered(cfg.draft), cfg.num_speculative_tokens
-    each, after, once, head, experts = _draft_matrices(draft, cfg.placement.draft(draft))
+    each, after, once, head, experts = _draft_matrices(
+        draft, cfg.placement.draft(draft).without_zeros
+    )
     # Rows of step 0; one of each request's goes on after the last attention.
     first = batch * (ROWS if draft.method == DRAFT_MODEL else K + 1)
     rows = first + (K - 1) * batch
