@@ -123,9 +123,11 @@ def main(
         else:
             llm = with_random_weights(options.model, speculative, settings, dtype)
         print(llm.describe(), flush=True)
+        llm.warmup_for(prompts, params, progress=True)  # side by side, not one after the other
         decoded[size, "speculative"] = llm.generate(prompts, params)
         lengths[size] = llm.metrics.mean_acceptance_length
         llm = llm.on_same_weights(speculative=False)
+        llm.warmup_for(prompts, params, progress=True)
         decoded[size, "plain"] = llm.generate(prompts, params)
         del llm
         gc.collect()  # the device may not hold the next one's weights beside these

@@ -18,7 +18,11 @@ class AttentionConfig:
     rope_interleave: rotated pairs are adjacent in the checkpoint (Llama 4); loading reorders them
     """
 
-    AXES: ClassVar[Axes] = {"num_heads": "heads", "num_kv_heads": "kv_heads"}
+    AXES: ClassVar[Axes] = {
+        "num_heads": "heads",
+        "num_kv_heads": "kv_heads",
+        "output_width": "head_out",
+    }
 
     num_heads: int
     num_kv_heads: int
@@ -35,6 +39,11 @@ class AttentionConfig:
     def rope_dim(self) -> int:
         """Dimensions of a head that are rotated."""
         return self.head_dim
+
+    @property
+    def output_width(self) -> int:
+        """Width of all heads' outputs together."""
+        return self.num_heads * self.head_dim
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
@@ -59,7 +68,7 @@ class MLAConfig:
     num_kv_heads:    KV heads of the cache, as the attention op sees it
     """
 
-    AXES: ClassVar[Axes] = {"num_heads": "heads"}
+    AXES: ClassVar[Axes] = {"num_heads": "heads", "output_width": "head_out"}
 
     num_heads: int
     kv_lora_rank: int
@@ -77,6 +86,11 @@ class MLAConfig:
     def rope_dim(self) -> int:
         """Dimensions of a head that are rotated."""
         return self.rope_head_dim
+
+    @property
+    def output_width(self) -> int:
+        """Width of all heads' outputs together."""
+        return self.num_heads * self.v_head_dim
 
     @property
     def head_dim(self) -> int:
@@ -105,7 +119,11 @@ class CompressedAttentionConfig:
     num_kv_heads:    1, since one vector of a token is key and value of all heads
     """
 
-    AXES: ClassVar[Axes] = {"num_heads": "heads", "o_groups": "heads"}
+    AXES: ClassVar[Axes] = {
+        "num_heads": "heads",
+        "o_groups": "heads",
+        "output_width": "head_out",
+    }
 
     num_heads: int
     head_dim: int
@@ -136,6 +154,11 @@ class CompressedAttentionConfig:
                 f"qk_rope_head_dim: expected an even number of at most head_dim {self.head_dim} "
                 f"and index_head_dim {self.index_head_dim}, got {self.rope_head_dim}"
             )
+
+    @property
+    def output_width(self) -> int:
+        """Width of all groups' outputs together."""
+        return self.o_groups * self.o_lora_rank
 
     def rate(self, kind: str) -> int | None:
         """Return the tokens of one compressed entry in a layer of this kind; None without any."""

@@ -12,7 +12,8 @@ once        a bias that one device of a sum adds; the others hold zeros
 WHOLE names axes that each device holds whole, as it holds those without a name (None).
 
 A model's config names the axis of each of its sizes that a mesh may cut, in a class variable AXES.
-A device's own config holds the sizes of its pieces (jaxspec.parallel.layout).
+A size is a field or a property. A device's own config holds the sizes of its pieces
+(jaxspec.parallel.layout).
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ ONCE = "once"
 # A table may name these axes and no others (tests/layers/test_params.py).
 WHOLE = ("embed",)  # named axes that each device holds whole
 CUT = ("vocab", "heads", "kv_heads", "head_out", "mlp", "experts", "expert_mlp", ONCE)
-Axes = Mapping[str, str]  # field of a config -> its logical axis
+Axes = Mapping[str, str]  # field or property of a config -> its logical axis
 
 
 def axes_of(config: object) -> Axes:

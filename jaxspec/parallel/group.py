@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import field
 
 import jax
+import jax.numpy as jnp
 from flax import struct
 from jax import lax
 
@@ -34,10 +35,13 @@ class Group:
     def own_piece(self, x: jax.Array, size: int) -> jax.Array:
         """Return this device's piece of the last axis of x, which every device holds whole.
 
+        The last device's piece ends in zeros where the pieces are longer together than x is.
         Returns x itself if it has just this size: it is the piece already.
         """
         if x.shape[-1] == size:
             return x
+        zeros = size * self.size - x.shape[-1]
+        x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, zeros)])
         return lax.dynamic_slice_in_dim(x, self.rank * size, size, axis=-1)
 
 

@@ -6,8 +6,9 @@ Arrays side by side (queries, keys and values; gate and up) are cut one by one:
 [q_0 | k_0 | v_0 | q_1 | k_1 | v_1]. And a piece that several devices need stands there several
 times, such as a KV head of a model with fewer KV heads than devices.
 
-Kernels take experts whose width is a multiple of EXPERT_GRAIN. If whole experts have such a width
-and their pieces would not, zeros follow it. They add nothing to a row's sum.
+Kernels take products whose depth and width are multiples of GRAIN. If a whole axis has such a size
+and its pieces would not, zeros follow it. They add nothing to a row's sum. Without a kernel, the
+bits of a row would depend on the number of rows.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ from jaxspec.parallel.mesh import MODEL, Device
 
 Config = TypeVar("Config")
 AnyMesh = Mesh | AbstractMesh  # a plan needs no devices
-EXPERT_GRAIN = 64  # columns of an expert that a kernel multiplies at a time
+GRAIN = 64  # rows and columns of a weight that a kernel multiplies at a time
+PADDED = ("expert_mlp", "head_out", "mlp")  # axes that may have zeros at their end
 Parts = Sequence[tuple[int, str | None]]  # (width, logical axis) of arrays side by side
 
 
@@ -75,7 +77,9 @@ class Layout:
         fit = all(n % size == 0 or size % n == 0 for n in kv_heads) and len(of_kv) <= 1
         if fit and all(n % size == 0 for n in sizes.get("heads", [])):
             pieces |= {"heads": size, "kv_heads": min(of_kv, default=size)}
-        padded = () if expert_parallel else _padded_experts(config, sizes, size)
+        # Outputs of cut heads are a device's own; their size says how they are cut.
+        axes = [a for a in PADDED if a in pieces and not (a == "head_out" and "heads" in pieces)]
+        padded = () if _is_quantised(config) else _padded(axes, sizes, size)
         return cls(mesh, tuple(sorted(pieces.items())), padded)
 
     @classmethod
@@ -170,28 +174,33 @@ class Layout:
             others = np.zeros_like(array)
             return np.concatenate([array, *[others] * (self.size - 1)], axis=dim)
         split = np.split(array, np.cumsum([width for width, _ in parts])[:-1], axis=dim)
-        whole = [
-            self._with_zeros(part, dim, axis) for part, (_, axis) in zip(split, parts, strict=True)
-        ]
         pieces = [
-            np.split(part, self.num_pieces(axis), axis=dim)
-            for part, (_, axis) in zip(whole, parts, strict=True)
+            self._pieces(part, dim, axis) for part, (_, axis) in zip(split, parts, strict=True)
         ]
         ordered = [
             of_part[device * len(of_part) // self.size]
             for device in range(self.size)
             for of_part in pieces
         ]
-        if len(parts) == 1 and len(ordered) == len(pieces[0]):
-            return whole[0]
-        return np.concatenate(ordered, axis=dim)
-
-    def _with_zeros(self, array: np.ndarray, dim: int, axis: str | None) -> np.ndarray:
-        """Return an array with the zeros that follow it along a logical axis."""
-        more = self.padded_width(array.shape[dim], axis) - array.shape[dim]
-        if more == 0:
+        blocks = [block for piece in ordered for block in piece]
+        if len(parts) == 1 and len(blocks) == len(pieces[0]):
             return array
-        return np.pad(array, [(0, more if i == dim else 0) for i in range(array.ndim)])
+        return np.concatenate(blocks, axis=dim)
+
+    def _pieces(self, array: np.ndarray, dim: int, axis: str | None) -> list[list[np.ndarray]]:
+        """Return the pieces of an array along a logical axis, as views of it.
+
+        A piece is a list of blocks side by side: zeros follow where the array ends.
+        """
+        width = self.piece_width(array.shape[dim], axis)
+        pieces = np.split(array, range(width, width * self.num_pieces(axis), width), axis=dim)
+
+        def with_zeros(piece: np.ndarray) -> list[np.ndarray]:
+            shape = list(piece.shape)
+            shape[dim] = width - shape[dim]
+            return [piece, np.zeros(shape, piece.dtype)] if shape[dim] else [piece]
+
+        return [with_zeros(piece) for piece in pieces]
 
 
 ONE_DEVICE_LAYOUT = Layout()
@@ -208,21 +217,22 @@ def put(array: Any, sharding: NamedSharding | None) -> jax.Array:
     return jax.make_array_from_callback(whole.shape, sharding, whole.__getitem__)
 
 
-def _padded_experts(
-    config: Any, sizes: dict[str, list[int]], count: int
+def _padded(
+    axes: Sequence[str], sizes: dict[str, list[int]], count: int
 ) -> tuple[tuple[str, int, int], ...]:
-    """Return Layout.padded of devices that share the width of each expert.
+    """Return Layout.padded of devices that share the axes; an axis of several sizes has no zeros.
 
-    Experts in fp8 and int4 have no zeros: the blocks of their scales say where they may be cut.
+    Weights in fp8 and int4 have none either: the blocks of their scales say where they may be cut.
     """
-    axis, found = "expert_mlp", set(sizes.get("expert_mlp", []))
-    if _is_quantised(config) or len(found) != 1:
-        return ()
-    (size,) = found
-    whole = EXPERT_GRAIN * count
-    if size % EXPERT_GRAIN or size % whole == 0:
-        return ()
-    return ((axis, size, -(-size // whole) * whole),)
+    found, whole = [], GRAIN * count
+    for axis in axes:
+        different = set(sizes.get(axis, []))
+        if len(different) != 1:
+            continue
+        (size,) = different
+        if size % GRAIN == 0 and size % whole:
+            found.append((axis, size, -(-size // whole) * whole))
+    return tuple(found)
 
 
 def _is_quantised(config: Any) -> bool:
@@ -236,11 +246,11 @@ def _is_quantised(config: Any) -> bool:
 def _sizes(config: Any) -> dict[str, list[int]]:
     """Return the sizes of each logical axis in a config and in the configs that it holds."""
     found: dict[str, list[int]] = {}
+    for name, axis in axes_of(config).items():
+        found.setdefault(axis, []).append(getattr(config, name))
     for each in fields(config):
-        value, axis = getattr(config, each.name), axes_of(config).get(each.name)
-        if axis is not None:
-            found.setdefault(axis, []).append(value)
-        elif is_dataclass(value):
+        value = getattr(config, each.name)
+        if is_dataclass(value):
             for name, sizes in _sizes(value).items():
                 found.setdefault(name, []).extend(sizes)
     return found

@@ -35,7 +35,8 @@ for one, other in zip(jax.tree.leaves(read), jax.tree.leaves(placed), strict=Tru
     for piece, same in zip(one.addressable_shards, other.addressable_shards, strict=True):
         np.testing.assert_array_equal(piece.data, same.data)
 cut = [a for a in jax.tree.leaves(read) if not a.sharding.is_fully_replicated]
-assert len(cut) == 5 * cfg.num_layers + 2  # qkv, o, gate, up, down; embedding and head
+of_a_layer = 4 + placement.target(cfg).is_cut("heads")  # o, gate, up and down; qkv
+assert len(cut) == of_a_layer * cfg.num_layers + 2  # embedding and head
 again, _ = place_models(placement, (cfg, read), None)
 assert again is read
 
@@ -66,7 +67,7 @@ def copied(array: Any, sharding: Any) -> jax.Array:
 
 # As Llama-3-70B: the embedding is larger than a layer.
 shape: Any = cfg
-large = replace(shape, num_layers=12, hidden_size=128, intermediate_size=448, vocab_size=2048)
+large = replace(shape, num_layers=12, hidden_size=128, intermediate_size=512, vocab_size=2048)
 specs = models.llama.param_specs(large)
 of_layer, *_ = [
     sum(4 * math.prod(s.shape) for s in jax.tree.leaves(layer, is_leaf=is_spec))

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, PartitionSpec
@@ -24,6 +25,7 @@ from jaxspec.layers.params import ParamSpec, is_spec, joined, matrix
 from jaxspec.loading.placement import _is_placed, as_on_one_device, choose_placement
 from jaxspec.loading.weights import check_cuts
 from jaxspec.parallel.axes import ONCE
+from jaxspec.parallel.group import Group
 from jaxspec.parallel.layout import ONE_DEVICE_LAYOUT, Layout, Placement
 from jaxspec.tools.benchmark.dimensions import MODELS
 from jaxspec.tools.benchmark.floor import round_floor
@@ -96,6 +98,49 @@ def test_heads_that_do_not_divide_stay_whole(heads: int, kv_heads: int, size: in
     assert not layout.is_cut("heads") and not layout.is_cut("kv_heads")
     assert layout.is_cut("head_out")
     assert layout.on_device(cfg) == cfg
+
+
+@pytest.mark.parametrize(("heads", "size", "padded"), [(9, 2, 640), (9, 4, 768), (12, 2, None)])
+def test_outputs_of_whole_heads_become_pieces_that_kernels_take(
+    heads: int, size: int, padded: int | None
+) -> None:
+    cfg = AttentionConfig(heads, 3, 64)  # SmolLM2 has nine
+    layout = Layout.of(cfg, mesh(size))
+    width = heads * 64
+    spec = matrix("o", width, 2, ("head_out", "embed"))
+    made = order(layout, np.arange(width)[:, None] * np.ones((1, 2), int), spec)
+    assert layout.piece_of(spec) == ((padded or width) // size, 2)
+    assert layout.shape_of(spec) == made.shape == (padded or width, 2)
+    np.testing.assert_array_equal(made[:width, 0], np.arange(width))
+    assert not made[width:].any()
+
+
+def test_outputs_of_cut_heads_have_no_zeros() -> None:
+    """Six heads of 32 are cut into three a device, whose 96 outputs are its own."""
+    layout = Layout.of(AttentionConfig(6, 2, 32), mesh(2))
+    assert layout.is_cut("heads") and layout.padded == ()
+
+
+def test_an_mlp_becomes_pieces_that_kernels_take() -> None:
+    """11,008 columns, on eight devices 1,376 each: they become 1,408."""
+    cfg = replace(MODELS["mimo-7b"].target, intermediate_size=11008)  # type: ignore[type-var]
+    layout = Layout.of(cfg, mesh(8))
+    assert layout.on_device(cfg).intermediate_size == 1408  # type: ignore[attr-defined]
+    assert Layout.of(cfg, mesh(4)).padded == ()
+
+
+@pytest.mark.parametrize(("width", "size"), [(6, 3), (6, 4), (5, 3)])
+def test_a_device_takes_its_piece_of_whole_outputs(width: int, size: int) -> None:
+    group = Group("model", 2)
+    pieces = []
+    for rank in range(2):
+        own = jax.vmap(  # a mapped axis stands for the devices
+            lambda _: group.own_piece(jnp.arange(1.0, width + 1), size), axis_name="model"
+        )(jnp.zeros(2))
+        pieces.append(np.asarray(own)[rank])
+    found = np.concatenate(pieces)
+    np.testing.assert_array_equal(found[:width], np.arange(1, width + 1))
+    assert found.shape == (2 * size,) and not found[width:].any()
 
 
 def test_kv_heads_of_several_numbers_that_need_other_cuts_stay_whole() -> None:
