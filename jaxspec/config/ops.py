@@ -25,7 +25,11 @@ HIDING: XlaFlags = (
     ("xla_gpu_dot_merger_threshold_mb", 0),
     ("xla_gpu_all_reduce_combine_threshold_bytes", 0),
     ("xla_gpu_all_gather_combine_threshold_bytes", 0),
+    ("xla_gpu_collective_permute_combine_threshold_bytes", 0),
 )
+# Two devices of one process exchange by copy engines. NCCL's kernels would hold multiprocessors,
+# which the products beside them need.
+COPYING: XlaFlags = (("xla_gpu_collective_permute_mode", "COLLECTIVES_PEER_MEMORY"),)
 
 
 def _name() -> Any:
@@ -86,11 +90,11 @@ class Ops:
         """Whether a product may prepare the norm of the product that follows it."""
         return "reference" not in (self.matmul, self.rms_norm)
 
-    def compiler_options(self, *, cuda_graphs: bool, hides_exchanges: bool = False) -> XlaFlags:
+    def compiler_options(self, *, cuda_graphs: bool, hiding: XlaFlags = ()) -> XlaFlags:
         """Return XLA flags for programs with these ops, on GPUs as measured on an H200.
 
-        cuda_graphs:     False launches kernel by kernel
-        hides_exchanges: order the program so that XLA exchanges beside products (HIDING)
+        cuda_graphs: False launches kernel by kernel
+        hiding:      flags with which XLA exchanges beside products
 
         For the products that the matmul kernel leaves to XLA (prefill, large batches), cuBLAS is
         faster than the Triton products that XLA's autotuner picks. XLA would launch a kernel whose
@@ -104,7 +108,7 @@ class Ops:
             ("xla_gpu_enable_triton_gemm", False),
             ("xla_gpu_enable_dynamic_slice_fusion", False),
             *graphs,
-            *(HIDING if hides_exchanges else ()),
+            *hiding,
         )
 
     def __str__(self) -> str:

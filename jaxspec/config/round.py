@@ -11,7 +11,7 @@ from jax.typing import DTypeLike
 
 from jaxspec.config.attention import CacheGroup
 from jaxspec.config.models import DraftConfig, TargetConfig
-from jaxspec.config.ops import Ops, XlaFlags
+from jaxspec.config.ops import COPYING, HIDING, Ops, XlaFlags
 from jaxspec.config.speculative import DraftSampling, RejectionRule
 from jaxspec.parallel.group import ONE_DEVICE, Group
 from jaxspec.parallel.layout import ONE_PLACE, Placement
@@ -240,9 +240,10 @@ class RoundConfig(SamplingFeatures):
     @property
     def prefill_options(self) -> XlaFlags:
         """XLA flags for the programs that prefill, whose sums XLA exchanges."""
-        return self.ops.compiler_options(
-            cuda_graphs=self.cuda_graphs, hides_exchanges=self.placement.size > 1
-        )
+        hiding = HIDING if self.placement.size > 1 else ()
+        if hiding and not self.placement.spans_processes:
+            hiding += COPYING
+        return self.ops.compiler_options(cuda_graphs=self.cuda_graphs, hiding=hiding)
 
     @property
     def keeps_draft_logits(self) -> bool:

@@ -25,20 +25,23 @@ def all_reduce(
 ) -> Result:
     """Run the op; see pallas_kernels.all_reduce.all_reduce."""
     dtype = x.dtype if residual is None else residual.dtype
-    total = _rounded(_sum(x, peers, dtype), dtype)
+    total = _rounded(_sum(x, peers), dtype)
     if residual is not None:
         total = _rounded(residual.astype(jnp.float32) + total.astype(jnp.float32), dtype)
+    # XLA would store the sum in float32, or add it up for each of its readers.
+    total = lax.optimization_barrier(total)
     return total if gain is None else (total, rms_norm(total, gain, eps=eps))
 
 
-def _sum(x: jax.Array, peers: Peers, dtype: jnp.dtype) -> jax.Array:
-    """Return the devices' shares, added in float32 and in rank order, for a result of this dtype.
+def _sum(x: jax.Array, peers: Peers) -> jax.Array:
+    """Return the devices' shares, added in float32 and in rank order.
 
-    Two shares have one order, and their sum in the result's dtype is that in float32, rounded. So
-    the collective may add them, and no device writes and reads the other's share.
+    Two shares have one order. Each device copies its share to the other, which a GPU's copy engine
+    can do beside kernels (xla_gpu_collective_permute_mode).
     """
-    if peers.size == 2 and x.dtype in (dtype, jnp.float32):
-        return lax.psum(x, peers.axis).astype(jnp.float32)
+    if peers.size == 2:
+        other = lax.ppermute(x, peers.axis, [(0, 1), (1, 0)])
+        return x.astype(jnp.float32) + other.astype(jnp.float32)
     return add_in_order(lax.all_gather(x, peers.axis).astype(jnp.float32))
 
 

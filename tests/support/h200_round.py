@@ -20,8 +20,9 @@ from jaxspec.decode import state as decode_state
 from jaxspec.decode.state import DecodeState
 from jaxspec.drafts import DraftModelConfig
 from jaxspec.drafts.families import layered
-from jaxspec.layers.params import Params
+from jaxspec.layers.params import Params, ParamSpec, is_spec
 from jaxspec.loading.model import shared_weights
+from jaxspec.parallel.layout import ONE_DEVICE_LAYOUT, Layout
 from jaxspec.sampling.processors.truncation import TruncationState
 from jaxspec.sampling.state import SamplingState
 from tests.support import h200
@@ -94,11 +95,13 @@ class Compiled:
         return self.thunks if self.num_rounds == 1 else body_of(self.thunks)
 
 
-def weights(specs: Params) -> Params:
-    """Return a parameter table's arrays by their shapes alone, in bfloat16."""
-    return jax.tree.map(
-        lambda spec: jax.ShapeDtypeStruct(spec.shape, jnp.dtype(spec.dtype or jnp.bfloat16)), specs
-    )
+def weights(specs: Params, layout: Layout = ONE_DEVICE_LAYOUT) -> Params:
+    """Return a parameter table's arrays on a layout's devices, by their shapes, in bfloat16."""
+
+    def struct(spec: ParamSpec) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(layout.shape_of(spec), jnp.dtype(spec.dtype or jnp.bfloat16))
+
+    return jax.tree.map(struct, specs, is_leaf=is_spec)
 
 
 def abstract_arguments(
@@ -106,8 +109,9 @@ def abstract_arguments(
 ) -> tuple[Params, DecodeState, tuple[jax.ShapeDtypeStruct, ...]]:
     """Return params, state and block tables of decode_round, by their shapes alone."""
     struct, draft = jax.ShapeDtypeStruct, layered(cfg.draft)
-    target = weights(models.family(cfg.target).param_specs(cfg.target))
-    bound = dict(weights(drafts.family(draft).param_specs(draft)))
+    place = cfg.placement
+    target = weights(models.family(cfg.target).param_specs(cfg.target), place.target(cfg.target))
+    bound = dict(weights(drafts.family(draft).param_specs(draft), place.draft(draft)))
     if not isinstance(draft, DraftModelConfig):
         bound |= shared_weights(draft, bound, target)
     if draft.maps_vocabulary:
