@@ -245,13 +245,23 @@ def _shape_of(leaf: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(kind.shape, kind.dtype, weak_type=kind.weak_type)
 
 
+def digest_of_sources(root: Path, without: Sequence[str] = ()) -> str:
+    """Return the sha256 of all Python files below a folder, and of their names.
+
+    without: names of files (without .py) and folders in it that are left out
+    """
+    digest = hashlib.sha256()
+    for path in sorted(root.rglob("*.py")):
+        name = path.relative_to(root)
+        if name.with_suffix("").parts[0] not in without:
+            digest.update(str(name).encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()
+
+
 def _versions() -> str:
     """Return what lowers the kernels: JAX's versions, and a digest of this package's sources."""
-    digest = hashlib.sha256()
-    root = Path(__file__).parent
-    for path in sorted(root.rglob("*.py")):
-        digest.update(str(path.relative_to(root)).encode() + b"\0" + path.read_bytes() + b"\0")
-    return f"{jax.__version__} {version('jaxlib')} {digest.hexdigest()}"
+    sources = digest_of_sources(Path(__file__).parent)
+    return f"{jax.__version__} {version('jaxlib')} {sources}"
 
 
 VERSIONS = _versions()  # before any kernel is imported

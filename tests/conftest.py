@@ -14,7 +14,7 @@ from pathlib import Path
 import jax
 import pytest
 
-from jaxspec.loading import cache_dir, compilation_cache
+from jaxspec.loading import cache_dir, compilation_cache, executables
 
 MOST_MAPS = 20_000
 
@@ -80,6 +80,8 @@ def pytest_configure(config: pytest.Config) -> None:
     jax.config.update("jax_numpy_dtype_promotion", "strict")
     # Reading a program takes 5 ms, and the least that is compiled takes 20.
     compilation_cache.use(_compilation_cache())
+    # Tests replace functions at run time, which no name of a program on disk would tell.
+    executables.allow(False)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 

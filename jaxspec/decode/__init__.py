@@ -11,6 +11,7 @@ slots           small programs that put requests into slots of the state, move a
 packed          small arrays of the host that reach a program in one copy
 spread          a program on several devices, and how they share its arrays
 mailboxes       the memory that devices write to each other
+kept_jit        jax.jit, with compiled programs from disk
 programs        compilation modes: one program per round, one per draft step, or none
 several_rounds  several rounds as one program
 """

@@ -20,6 +20,7 @@ from jaxspec.cache.arrays import KVCache
 from jaxspec.cache.metadata import BlockTables
 from jaxspec.config import RoundConfig
 from jaxspec.config.ops import XlaFlags
+from jaxspec.decode.kept_jit import KeptJit
 from jaxspec.decode.mailboxes import given_addresses, launching
 from jaxspec.decode.packed import Packed, pack
 from jaxspec.decode.prefill import prefill
@@ -36,7 +37,7 @@ from jaxspec.sampling.state import SamplingState
 
 
 class Program:
-    """A function(cfg, *args) that jax.jit compiles once for each set of compiler options of cfg.
+    """A function(cfg, *args) that is compiled once for each set of compiler options of cfg.
 
     It runs on the devices of cfg.placement. The first `static` arguments are static, and argument
     `donate` is donated.
@@ -54,37 +55,43 @@ class Program:
         options: Callable[[RoundConfig], XlaFlags] = lambda cfg: cfg.compiler_options,
     ) -> None:
         self.function = spread(function, static, results)
+        self._named_as = function
         self._options = options
-        self._donate, self._static = donate, tuple(range(static))
-        self._compiled: dict[tuple[tuple[str, Any], ...], Any] = {}
+        self._donate, self._static = donate, static
+        self._made: dict[XlaFlags, KeptJit] = {}
 
     def __call__(self, cfg: RoundConfig, *args: Any) -> Any:
         with launching(cfg):
-            return self.jitted(cfg)(cfg, *args, **given_addresses(cfg))
+            return self._of(cfg)(cfg, *args, **given_addresses(cfg))
 
     def compile(self, cfg: RoundConfig, *args: Any) -> None:
         """Compile for arguments of these shapes; a later call with such arguments runs at once.
 
         args: arrays, or a ShapeDtypeStruct for each. Nothing is computed and nothing is donated.
         """
-        self.jitted(cfg).lower(cfg, *args, **given_addresses(cfg)).compile()
+        self._of(cfg).compile(cfg, *args, **given_addresses(cfg))
 
     def jitted(self, cfg: RoundConfig) -> Any:
         """Return the jitted function with the compiler options of cfg, its first argument."""
-        options = self._options(cfg)
-        if options not in self._compiled:
-            jitted = jax.jit(
-                self.function,
-                static_argnums=self._static,
-                donate_argnums=self._donate,
-                compiler_options=dict(options) or None,
-            )
-            return self._compiled.setdefault(options, jitted)  # another thread may be faster
-        return self._compiled[options]
+        return self._of(cfg).jitted
 
     def cache_size(self) -> int:
         """Return the number of compiled programs."""
-        return sum(compiled._cache_size() for compiled in self._compiled.values())
+        return sum(made.cache_size() for made in self._made.values())
+
+    def _of(self, cfg: RoundConfig) -> KeptJit:
+        options = self._options(cfg)
+        if options not in self._made:
+            made = KeptJit(
+                self.function,
+                donate=self._donate,
+                static=self._static,
+                options=options,
+                told_by=-1,  # the block tables, the host's arrays: what changes from call to call
+                named_as=self._named_as,
+            )
+            return self._made.setdefault(options, made)  # another thread may be faster
+        return self._made[options]
 
 
 @struct.dataclass

@@ -25,6 +25,7 @@ import numpy as np
 from flax import struct
 
 from jaxspec.decode.adaptive import Acceptance
+from jaxspec.decode.kept_jit import KeptJit
 from jaxspec.decode.packed import Packed, pack
 from jaxspec.decode.state import DecodeState
 from jaxspec.sampling.processors.processor import resized
@@ -197,11 +198,11 @@ def _put(slots: jax.Array, x: jax.Array, new: jax.Array) -> jax.Array:
 
 
 # added: (slots, new) of admit.
-admit_packed = jax.jit(_admit, donate_argnums=0)
+admit_packed = KeptJit(_admit, donate=0)
 # sources: int32 [slots of the new batch], -1 for an idle slot.
-move = jax.jit(_move)
-take_rows = jax.jit(_take)
+move = KeptJit(_move)
+take_rows = KeptJit(_take)
 # at: int32 [prompts], out of range where no prompt ends: nothing is written.
-put_back = jax.jit(_put_back, donate_argnums=0)
+put_back = KeptJit(_put_back, donate=0)
 # active, ended: bool [batch].
-deactivate = jax.jit(_deactivate, donate_argnums=0)
+deactivate = KeptJit(_deactivate, donate=0)

@@ -17,6 +17,7 @@ import numpy as np
 from jaxspec.config import RoundConfig
 from jaxspec.decode import programs, slots
 from jaxspec.decode import several_rounds as rounds
+from jaxspec.decode.kept_jit import KeptJit
 from jaxspec.decode.packed import pack
 from jaxspec.decode.slots import ADMISSIONS
 from jaxspec.decode.state import DecodeState
@@ -146,7 +147,10 @@ def move_call(rows: DecodeState, batch: int) -> Call:
 def compile_call(call: Call) -> None:
     """Compile a jitted function for arguments of these shapes."""
     function, args = call
-    function.lower(*args).compile()
+    if isinstance(function, KeptJit):
+        function.compile(*args)
+    else:
+        function.lower(*args).compile()
 
 
 def different(calls: Iterator[Call]) -> Iterator[Call]:

@@ -85,6 +85,7 @@ from jaxspec.engine.variants import (
     prefill_sizes,
 )
 from jaxspec.layers.params import Params
+from jaxspec.loading import executables
 from jaxspec.parallel.layout import ONE_PLACE, Placement, bytes_on_device
 from jaxspec.parallel.processes import Channel, ProcessError, end_process
 from jaxspec.sampling.params import SamplingParams
@@ -985,7 +986,7 @@ class ModelRunner:
             calls = different(self._small_calls(variants, shapes))
             small = [partial(compile_call, call) for call in calls]
             try:
-                with lowering_workers():
+                with lowering_workers(), executables.written_at_once():
                     side_by_side(list(self._compilations(variants, shapes)), small, report)
             finally:
                 lowered_once.cancel_compilations()

@@ -15,12 +15,13 @@ import jax
 from filelock import FileLock
 
 from jaxspec.config import ConfigError
-from jaxspec.loading import compilation_cache
+from jaxspec.loading import compilation_cache, executables
 from pallas_kernels import lowered_once
 
 CONVERSION = 1  # raise it when the conversion's output changes: older results are made again
 MARKER = "jaxspec_conversion.json"
 MOST_KERNEL_BYTES = 256 << 20  # a target and its draft have about 3 MB
+MOST_EXECUTABLE_BYTES = 2 << 30
 
 
 def cache_dir() -> Path:
@@ -47,25 +48,32 @@ _kept: Path | None = None  # where keep_compiled_programs keeps them
 def keep_compiled_programs() -> None:
     """Keep compiled programs, and the kernels that are lowered for them, in the cache folder.
 
+    Rounds, prefills and what belongs to them are found without a trace (executables); JAX's
+    compilation cache has the other programs.
+
     A folder that the user has chosen (JAX_COMPILATION_CACHE_DIR) takes precedence. Nothing is kept
     if it is empty, or if jax_enable_compilation_cache is off.
     """
     global _kept
     chosen = jax.config.values["jax_compilation_cache_dir"]
     kernels: Path | None = None
+    programs: Path | None = None
     if chosen is None:
         _kept = cache_dir()
         compilation_cache.use(_kept / "compiled")
-        kernels = _kept / "kernels"
+        kernels, programs = _kept / "kernels", _kept / "executables"
     elif _kept is not None and chosen == str(_kept / "compiled"):
-        kernels = _kept / "kernels"
+        kernels, programs = _kept / "kernels", _kept / "executables"
     elif chosen and "://" not in chosen:  # only JAX can write to a store
         kernels = Path(chosen).absolute() / "jaxspec-kernels"
+        programs = Path(chosen).absolute() / "jaxspec-executables"
     if not jax.config.values["jax_enable_compilation_cache"]:
-        kernels = None
-    if kernels is not None:
+        kernels = programs = None
+    if kernels is not None and programs is not None:
         compilation_cache.trim(kernels, MOST_KERNEL_BYTES)
+        compilation_cache.trim(programs, MOST_EXECUTABLE_BYTES)
     lowered_once.keep_in(kernels)
+    executables.keep_in(programs)
 
 
 @contextmanager

@@ -13,7 +13,7 @@ import pytest
 
 from jaxspec import LLM, ConfigError
 from jaxspec.commands.train import app as train
-from jaxspec.loading import compilation_cache, keep_compiled_programs
+from jaxspec.loading import cache, compilation_cache, executables, keep_compiled_programs
 from pallas_kernels import lowered_once
 
 PROGRAM = """
@@ -102,12 +102,15 @@ def test_programs_are_kept_where_the_user_says(
         return lowered_once._EXPORTS.folder
 
     monkeypatch.setattr(lowered_once, "_EXPORTS", lowered_once.Exports())
+    monkeypatch.setattr(executables, "STORE", executables.Store())
     assert folder() == chosen
     assert kernels() == Path(chosen) / "jaxspec-kernels"
+    assert executables.STORE.folder == Path(chosen) / "jaxspec-executables"
     jax.config.update("jax_compilation_cache_dir", None)
     for _ in range(2):  # what the first call chose is not the user's choice
         assert folder() == str(tmp_path / "compiled")
         assert kernels() == tmp_path / "kernels"
+        assert executables.STORE.folder == tmp_path / "executables"
 
 
 @pytest.mark.parametrize("place", ["", "gs://bucket/programs"])
@@ -115,12 +118,43 @@ def test_kernels_are_kept_in_folders_alone(
     place: str, chosen: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lowered_once, "_EXPORTS", lowered_once.Exports())
+    monkeypatch.setattr(executables, "STORE", executables.Store())
     jax.config.update("jax_compilation_cache_dir", chosen)
     keep_compiled_programs()
     assert lowered_once._EXPORTS.folder is not None
+    assert executables.STORE.is_used
     jax.config.update("jax_compilation_cache_dir", place)
     keep_compiled_programs()
     assert lowered_once._EXPORTS.folder is None
+    assert not executables.STORE.is_used
+
+
+def test_without_jax_s_cache_nothing_is_kept(chosen: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lowered_once, "_EXPORTS", lowered_once.Exports())
+    monkeypatch.setattr(executables, "STORE", executables.Store())
+    jax.config.update("jax_compilation_cache_dir", chosen)
+    jax.config.update("jax_enable_compilation_cache", False)
+    try:
+        keep_compiled_programs()
+        assert lowered_once._EXPORTS.folder is None and not executables.STORE.is_used
+    finally:
+        jax.config.update("jax_enable_compilation_cache", True)
+
+
+def test_each_start_trims_what_is_kept(
+    chosen: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lowered_once, "_EXPORTS", lowered_once.Exports())
+    monkeypatch.setattr(executables, "STORE", executables.Store())
+    monkeypatch.setattr(cache, "MOST_EXECUTABLE_BYTES", 15)
+    folder = tmp_path / "jaxspec-executables"
+    folder.mkdir()
+    for i, name in enumerate(("old", "new")):
+        (folder / name).write_bytes(bytes(10))
+        os.utime(folder / name, (i, i))
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path))
+    keep_compiled_programs()
+    assert os.listdir(folder) == ["new"]
 
 
 def test_folders_are_left_alone(tmp_path: Path) -> None:

@@ -1,0 +1,508 @@
+"""Compiled programs on disk, found without a trace.
+
+JAX's compilation cache finds a program by its module, so each process traces, lowers and serialises
+it first, with Python's lock held. Here the name of a file says what a trace would read: the sources
+of this package and of its kernels, the versions, the device, the settings of JAX, the config, and
+the kinds of the arguments. Two programs with one name are the same program.
+
+What cannot be described in full is not kept: configs and arguments with objects of other packages,
+a process in which a registry holds a family, a drafter or a logits processor of another package,
+and programs of several processes or with callbacks into Python. Code that replaces functions of
+jaxspec at run time calls `allow(False)`.
+
+A file holds a pickle, as those of jax.experimental.serialize_executable do: whoever can write to
+the folder can run code.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import hashlib
+import inspect
+import logging
+import os
+import platform
+import re
+import sys
+import threading
+import time
+import uuid
+from collections import deque
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from enum import Enum
+from functools import cache
+from pathlib import Path
+from pickle import dumps, loads
+from typing import Any
+
+import jax
+import jaxlib
+import numpy as np
+from jax._src import config as jax_config
+from jax.core import Tracer
+from jax.experimental import serialize_executable
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+
+from jaxspec.parallel.mesh import Device
+from pallas_kernels import lowered_once
+
+PACKAGES = ("jaxspec", "pallas_kernels")
+# The rooms above decode, which a trace cannot read: imports go down.
+UNTRACED = ("commands", "doctor", "training", "tools", "llm", "engine")
+# Settings of JAX that say where programs are kept and what is logged. All others are in a name.
+SETTINGS_ASIDE = frozenset(
+    {
+        "jax_compilation_cache_dir",
+        "jax_compilation_cache_max_size",
+        "jax_enable_compilation_cache",
+        "jax_explain_cache_misses",
+        "jax_log_compiles",
+        "jax_logging_level",
+        "jax_persistent_cache_min_compile_time_secs",
+        "jax_persistent_cache_min_entry_size_bytes",
+        "jax_platforms",  # the devices are part of a name
+        "jax_raise_persistent_cache_errors",
+        "jax_traceback_filtering",
+    }
+)
+# Variables of the environment that XLA and Mosaic read.
+VARIABLES = re.compile(r"(XLA|TF_XLA|MOSAIC|PALLAS)_|XLA_FLAGS|NVIDIA_TF32_OVERRIDE")
+DISTRIBUTIONS = re.compile(r"(jax|jaxlib|nvidia|flax|numpy|ml_dtypes)[-_]")
+READ = "/jaxspec/executables/read_duration"  # event of jax.monitoring: a program came from disk
+QUIET = 1.0  # seconds without a call after which programs are written
+LATEST = 60.0  # seconds after which they are written in any case
+DIGEST = hashlib.sha256().digest_size  # bytes; a file begins with that of its content
+
+logger = logging.getLogger(__name__)
+
+
+trace_context: Callable[[], tuple[Any, ...]] = jax_config.trace_context
+
+
+class Undescribed(Exception):
+    """Says why a program has no name."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """A program and the kind of its arguments.
+
+    function:  (*fixed, *arguments) -> results
+    donated:   index of the donated argument
+    options:   compiler options
+    fixed:     the static arguments
+    structure: the pytree of the arguments and the named ones
+    kinds:     of its leaves: shape, dtype, whether the dtype is weak, and the sharding of an array
+               that is bound to its devices
+    context:   jax's settings that change a trace
+    """
+
+    function: Callable[..., Any]
+    donated: int | None
+    options: tuple[tuple[str, Hashable], ...]
+    fixed: tuple[Hashable, ...]
+    structure: Any
+    kinds: tuple[tuple[Any, ...], ...]
+    context: tuple[Any, ...]
+
+    @classmethod
+    def of(
+        cls,
+        function: Callable[..., Any],
+        donated: int | None,
+        options: tuple[tuple[str, Hashable], ...],
+        fixed: tuple[Hashable, ...],
+        args: tuple[Any, ...],
+        named: Mapping[str, Any],
+    ) -> Call:
+        """Return the call of arguments, or of a ShapeDtypeStruct for each."""
+        leaves, structure = jax.tree.flatten((args, dict(named)))
+        kinds = tuple(map(_kind, leaves))
+        return cls(function, donated, options, fixed, structure, kinds, trace_context())
+
+    @property
+    def devices(self) -> tuple[Device, ...]:
+        """The devices that the arguments are bound to, or the default one; in the mesh's order."""
+        for *_, sharding in self.kinds:
+            if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):
+                return tuple(sharding.mesh.devices.flat)
+            if isinstance(sharding, SingleDeviceSharding):
+                return tuple(sharding.device_set)
+        default = jax.config.values["jax_default_device"]
+        if isinstance(default, str):
+            raise Undescribed(f"a default device {default!r}")
+        return (jax.local_devices()[0] if default is None else default,)
+
+    def file_name(self, registered: Mapping[str, Any]) -> str:
+        """Return the name of the program's file; Undescribed if it has none.
+
+        registered: the registries that a trace reads
+        """
+        devices = self.devices
+        if any(d.process_index != jax.process_index() for d in devices) or jax.process_count() > 1:
+            raise Undescribed("several processes")
+        kinds = {kind: describe(kind) for kind in set(self.kinds)}  # few of hundreds differ
+        text = "\n".join(
+            (
+                _versions(),
+                _device_kinds(devices),
+                _settings(self.context),
+                *(f"{name}: {_entries(entries)}" for name, entries in registered.items()),
+                describe(self.function),
+                describe((self.donated, self.options, self.fixed)),
+                describe(self.structure),
+                *(kinds[kind] for kind in self.kinds),
+            )
+        )
+        name = self.function.__name__
+        return f"{name}-{hashlib.sha256(text.encode()).hexdigest()[:40]}"
+
+
+def _kind(leaf: Any) -> tuple[Any, ...]:
+    if isinstance(leaf, Tracer):
+        raise Undescribed("an argument that is being traced")
+    if isinstance(leaf, jax.Array):
+        return leaf.shape, leaf.dtype, leaf.weak_type, leaf.sharding if leaf.committed else None
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        return leaf.shape, leaf.dtype, leaf.weak_type, leaf.sharding
+    kind = jax.typeof(leaf)
+    return kind.shape, kind.dtype, kind.weak_type, None
+
+
+# --- names ----------------------------------------------------------------------------------------
+
+
+def describe(value: Any) -> str:
+    """Return a text that equal values have in each process, and no other value has.
+
+    Raises Undescribed for an object of another package, and for an array.
+    """
+    if value is None or type(value) in (bool, int, float, str, bytes):
+        return repr(value)
+    if isinstance(value, Enum):
+        return f"{_place(type(value), anywhere=True)}.{value.name}"
+    if type(value) in (tuple, list):
+        return f"{type(value).__name__}({', '.join(map(describe, value))})"
+    if type(value) in (set, frozenset):
+        return f"{type(value).__name__}({', '.join(sorted(map(describe, value)))})"
+    if type(value) is dict:
+        items = sorted((describe(key), describe(item)) for key, item in value.items())
+        return f"dict({items})"
+    if isinstance(value, np.dtype):
+        return f"dtype({value.str} {value.name})"
+    if isinstance(value, jax.tree_util.PyTreeDef):
+        return _describe_tree(value)
+    if isinstance(value, (Mesh, AbstractMesh, NamedSharding, SingleDeviceSharding, PartitionSpec)):
+        return _describe_sharding(value)
+    if isinstance(value, type) or inspect.isfunction(value):
+        return _place(value)
+    if is_dataclass(value):
+        held = (f"{f.name}={describe(getattr(value, f.name))}" for f in fields(value))
+        return f"{_place(type(value))}({', '.join(held)})"
+    raise Undescribed(f"{type(value).__module__}.{type(value).__qualname__}")
+
+
+def _place(found: Any, *, anywhere: bool = False) -> str:
+    """Return where a class or a function of these packages is; Undescribed if it is not there."""
+    module, name = found.__module__, found.__qualname__
+    at: Any = sys.modules.get(module)
+    for part in name.split("."):
+        at = getattr(at, part, None)
+    if at is not found or not (anywhere or is_own(module)):
+        raise Undescribed(f"{module}.{name}")
+    return f"{module}.{name}"
+
+
+def is_own(module: str) -> bool:
+    """Return whether the sources of a module are part of each name."""
+    return module.partition(".")[0] in PACKAGES
+
+
+def _describe_tree(tree: Any) -> str:
+    node = tree.node_data()
+    if node is None:
+        return "*" if tree.num_leaves else "None"
+    kind, static = node
+    is_builtin = kind in (tuple, list, dict, type(None))
+    where = kind.__name__ if is_builtin else _place(kind)
+    return f"{where}[{describe(static)}]({', '.join(map(_describe_tree, tree.children()))})"
+
+
+def _describe_sharding(value: Any) -> str:
+    if isinstance(value, Mesh):
+        ids = [device.id for device in value.devices.flat]
+        return f"Mesh{value.axis_names, value.devices.shape, ids, str(value.axis_types)}"
+    if isinstance(value, NamedSharding):
+        mesh, memory = _describe_sharding(value.mesh), value.memory_kind
+        return f"NamedSharding({mesh}, {_describe_sharding(value.spec)}, {memory})"
+    if isinstance(value, SingleDeviceSharding):
+        (device,) = value.device_set
+        return f"device {device.id} {value.memory_kind}"
+    text = repr(value)
+    if lowered_once.ADDRESS.search(text):
+        raise Undescribed(text)
+    return text
+
+
+def _entries(entries: Any) -> str:
+    """Describe a registry by the places of what it holds."""
+    if isinstance(entries, Mapping):
+        return str([(name, _entries(entry)) for name, entry in sorted(entries.items())])
+    if isinstance(entries, (tuple, list)):
+        return str([_entries(entry) for entry in entries])
+    if inspect.ismodule(entries):
+        if not is_own(entries.__name__):
+            raise Undescribed(f"a registered module {entries.__name__}")
+        return entries.__name__
+    return _place(type(entries))
+
+
+def _settings(context: tuple[Any, ...]) -> str:
+    """Describe the settings of JAX in this thread, and the environment's for XLA."""
+    values = {k: repr(v) for k, v in jax.config.values.items() if k not in SETTINGS_ASIDE}
+    mapped = [each.axis_sizes for each in context if _is_axis_env(each)]
+    if any(mapped):
+        raise Undescribed(f"mapped axes {mapped}")
+    around = [repr(each) for each in context if not _is_axis_env(each)]
+    chosen = {k: v for k, v in sorted(os.environ.items()) if VARIABLES.match(k)}
+    text = str((sorted(values.items()), around, chosen))
+    if lowered_once.ADDRESS.search(text):
+        raise Undescribed("a setting of JAX without a text")
+    return text
+
+
+def _is_axis_env(value: Any) -> bool:
+    """Whether a value is the axes of jax.vmap and jax.shard_map; it has no text."""
+    return hasattr(value, "axis_sizes") and not isinstance(value, AbstractMesh)
+
+
+@cache
+def _device_kinds(devices: tuple[Device, ...]) -> str:
+    """Describe the devices, their driver, and those beside them."""
+    client = devices[0].client
+    of = [(d.id, d.platform, d.device_kind, getattr(d, "compute_capability", "")) for d in devices]
+    beside = [d.device_kind for d in client.devices()]
+    return str((of, beside, client.platform, client.platform_version, _driver(client.platform)))
+
+
+def _driver(kind: str) -> str:
+    """Describe what runs a platform's programs: the GPU's driver, or the processor."""
+    path = Path("/proc/cpuinfo" if kind == "cpu" else "/proc/driver/nvidia/version")
+    try:
+        text = path.read_text()
+    except OSError:
+        return platform.processor() or platform.machine()
+    if kind != "cpu":
+        return text
+    lines = re.findall(r"^(?:model name|flags|Features|CPU part)\s*:.*$", text, re.MULTILINE)
+    return str(sorted(set(lines)))
+
+
+@cache
+def _versions() -> str:
+    """Describe Python and what is installed beside it, and all sources of these packages."""
+    site = Path(jaxlib.__file__).parent.parent
+    found = sorted(p.name for p in site.glob("*.dist-info") if DISTRIBUTIONS.match(p.name))
+    return str((sys.version, platform.machine(), found, lowered_once.VERSIONS, SOURCES))
+
+
+# Read when the package is imported: a file that changes later is not what this process traces.
+SOURCES = lowered_once.digest_of_sources(Path(__file__).parent.parent, without=UNTRACED)
+
+
+# --- the folder -----------------------------------------------------------------------------------
+
+
+class Store:
+    """The folder of this process, and what it has yet to write.
+
+    folder:    None: nothing is kept
+    is_on:     whether this process keeps programs at all
+    can_write: False after an error of the folder; the programs of this process go on
+    at_once:   whether new programs are written where they are compiled
+    last_call: time.monotonic() of the last call of a program
+    """
+
+    def __init__(self) -> None:
+        self.folder: Path | None = None
+        self.is_on = True
+        self.can_write = True
+        self.at_once = False
+        self.last_call = 0.0
+        self._waiting: deque[tuple[float, Path, Any]] = deque()  # and time.monotonic() at latest
+        self._thread: threading.Thread | None = None
+        self._changing = threading.Lock()  # of _waiting and _thread
+        self._writing = threading.Lock()
+        atexit.register(self.write_waiting)
+
+    @property
+    def is_used(self) -> bool:
+        """Whether programs come from the folder, and go there."""
+        return self.folder is not None and self.is_on
+
+    def path(self, call: Call, registered: Mapping[str, Any]) -> Path | None:
+        """Return a program's file; None if it is not kept."""
+        if self.folder is None or not self.is_on:
+            return None
+        try:
+            return self.folder / call.file_name(registered)
+        except Undescribed as e:
+            logger.debug("%s is not kept: it depends on %s", call.function.__name__, e)
+            return None
+
+    def read(self, path: Path, devices: Sequence[Device]) -> Any:
+        """Return the compiled program of a file; None if there is none that can be read."""
+        began = time.perf_counter()
+        try:
+            content = path.read_bytes()
+            if hashlib.sha256(content[DIGEST:]).digest() != content[:DIGEST]:
+                raise ValueError("other bytes than were written")
+            serialised, inputs, outputs = loads(content[DIGEST:])
+            found = serialize_executable.deserialize_and_load(
+                serialised,
+                inputs,
+                outputs,
+                backend=devices[0].client,
+                execution_devices=list(devices),
+            )
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except Exception as e:  # of an incomplete or a foreign file
+            logger.warning("%s: expected a program, got %r; it is compiled anew", path, e)
+            return None
+        function, seconds = path.name.rpartition("-")[0], time.perf_counter() - began
+        jax.monitoring.record_event_duration_secs(READ, seconds, fun_name=function)
+        return found
+
+    def write(self, path: Path, compiled: Any) -> None:
+        """Write a compiled program now."""
+        # Several processes, also of several hosts, may write the same file.
+        part = path.with_name(f".{uuid.uuid4().hex}")
+        try:
+            content = dumps(serialize_executable.serialize(compiled))
+        except Exception as e:  # callbacks into Python; an executable without a serial form
+            logger.debug("%s is not kept: %r", path.name, e)
+            return
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                part.write_bytes(hashlib.sha256(content).digest() + content)
+                part.replace(path)
+            finally:
+                part.unlink(missing_ok=True)
+        except OSError as e:
+            self.can_write = False
+            logger.warning("%s: compiled programs are not kept (%s)", path.parent, e)
+
+    def add(self, path: Path, compiled: Any) -> None:
+        """Write a new program: in warm-up at once, else when none is called for a while.
+
+        Serialising holds Python's lock, so a round would be launched late. A process that is never
+        quiet writes after LATEST seconds, and one that ends writes what is left.
+        """
+        if not self.can_write:
+            return
+        if self.at_once:
+            self.write(path, compiled)
+            return
+        with self._changing:
+            self._waiting.append((time.monotonic() + LATEST, path, compiled))
+            if self._thread is None:
+                self._thread = threading.Thread(
+                    target=self._write_when_quiet, name="jaxspec-executables", daemon=True
+                )
+                self._thread.start()
+
+    def write_waiting(self) -> None:
+        """Write what waits to be written."""
+        while self._write_one():
+            pass
+
+    def _write_one(self) -> bool:
+        with self._writing:  # the end of the process waits for the thread's
+            try:
+                _, path, compiled = self._waiting.popleft()
+            except IndexError:
+                return False
+            self.write(path, compiled)
+            return True
+
+    def _write_when_quiet(self) -> None:
+        while True:
+            left = self.last_call + QUIET - time.monotonic()
+            latest = next((at for at, *_ in [*self._waiting]), 0.0)
+            if left > 0 and time.monotonic() < latest:
+                time.sleep(min(left, QUIET))
+            elif not self._write_one():
+                with self._changing:
+                    if not self._waiting:
+                        self._thread = None
+                        return
+
+
+STORE = Store()
+
+
+class Compilations(threading.local):
+    """Counts what XLA compiles in a thread.
+
+    new:  programs compiled, or read from JAX's compilation cache
+    read: those that were read
+    """
+
+    new = read = 0
+
+    def count(self, event: str, duration_secs: float, **_: Any) -> None:
+        """Count an event; a listener of jax.monitoring."""
+        del duration_secs
+        self.new += event == "/jax/core/compile/backend_compile_duration"
+        self.read += event == "/jax/compilation_cache/cache_retrieval_time_sec"
+
+
+COMPILATIONS = Compilations()
+jax.monitoring.register_event_duration_secs_listener(COMPILATIONS.count)
+
+
+def compile_fresh(compile: Callable[[], Any]) -> tuple[Any, bool]:
+    """Return compile(), and whether XLA compiled it, which a program to be kept needs.
+
+    A program for a CPU that JAX has read from its cache cannot be serialised once more: it loads,
+    and fails when it runs. So that cache takes no part. Serialising the 12 MB of a round of 32
+    layers for it too would also hold Python's lock for another quarter of a second. JAX has no
+    switch for one thread. But with metadata in its keys it finds none of the programs that it has
+    written without, and it writes none that took less time than infinity. A function that has run
+    before any program was kept comes from memory, wherever that has it from.
+    """
+    new, read = COMPILATIONS.new, COMPILATIONS.read
+    with (
+        jax_config.compilation_cache_include_metadata_in_key(True),
+        jax_config.persistent_cache_min_compile_time_secs(float("inf")),
+    ):
+        compiled = compile()
+    return compiled, COMPILATIONS.new > new and COMPILATIONS.read == read
+
+
+def keep_in(folder: Path | None) -> None:
+    """Keep compiled programs in a folder, and take those that an earlier process left there.
+
+    None: keep none
+    """
+    STORE.folder, STORE.can_write = folder, True
+
+
+def allow(on: bool) -> None:
+    """Let this process keep compiled programs, or not, whatever keep_in is called with."""
+    STORE.is_on = on
+
+
+@contextlib.contextmanager
+def written_at_once() -> Iterator[None]:
+    """Write programs as soon as they are compiled, while this is open: no request waits."""
+    STORE.write_waiting()
+    before, STORE.at_once = STORE.at_once, True
+    try:
+        yield
+    finally:
+        STORE.at_once = before

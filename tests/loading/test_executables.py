@@ -1,0 +1,399 @@
+"""Names of programs on disk: they hold all that a trace reads. Damaged files are compiled anew."""
+
+from __future__ import annotations
+
+import copy
+import os
+import re
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxspec import models
+from jaxspec.config import RoundConfig
+from jaxspec.decode.kept_jit import REGISTERED
+from jaxspec.loading import executables
+from jaxspec.loading.executables import Call, Store, Undescribed, describe
+from pallas_kernels import lowered_once
+from tests.support.tiny import agreeing_model
+from tests.test_layering import ROOMS
+
+X = np.ones(3, np.float32)
+
+
+def double(factor: int, x: jax.Array) -> jax.Array:
+    return x * factor
+
+
+def triple(factor: int, x: jax.Array) -> jax.Array:
+    return x * factor * 3
+
+
+@pytest.fixture(autouse=True)
+def tests_are_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(executables, "PACKAGES", (*executables.PACKAGES, "tests"))
+
+
+@pytest.fixture(autouse=True)
+def descriptions_made_anew() -> Iterator[None]:
+    yield
+    executables._versions.cache_clear()
+    executables._device_kinds.cache_clear()
+
+
+def name(*, registered: Any = REGISTERED, **changes: Any) -> str:
+    """Return the name of a call that differs from a usual one in some parts."""
+    parts: dict[str, Any] = {
+        "function": double,
+        "donated": 1,
+        "options": (),
+        "fixed": (2, agreeing_model("eagle").round_config(3)),
+        "args": (X, {"a": jnp.ones(2)}),
+        "named": {},
+    }
+    return Call.of(**(parts | changes)).file_name(registered)
+
+
+def on_device(x: Any) -> jax.Array:
+    return jax.device_put(x, jax.devices()[0])
+
+
+def on_mesh(x: Any, *axes: str) -> jax.Array:
+    mesh = Mesh(np.array(jax.devices()[:1]), ("a",))
+    return jax.device_put(x, NamedSharding(mesh, PartitionSpec(*axes)))
+
+
+OTHER_CALLS: dict[str, dict[str, Any]] = {
+    "function": {"function": triple},
+    "donated argument": {"donated": None},
+    "compiler options": {"options": (("xla_cpu_enable_fast_math", True),)},
+    "static argument": {"fixed": (3, agreeing_model("eagle").round_config(3))},
+    "config": {"fixed": (2, agreeing_model("eagle").round_config(2))},
+    "shape": {"args": (np.ones(4, np.float32), {"a": jnp.ones(2)})},
+    "dtype": {"args": (np.ones(3, np.int32), {"a": jnp.ones(2)})},
+    "weak type": {"args": (X, {"a": jax.ShapeDtypeStruct((2,), jnp.float32, weak_type=True)})},
+    "key": {"args": (X, {"b": jnp.ones(2)})},
+    "structure": {"args": (X, (jnp.ones(2),))},
+    "order": {"args": ({"a": jnp.ones(2)}, X)},
+    "None": {"args": (X, {"a": jnp.ones(2), "b": None})},
+    "bound to a device": {"args": (X, {"a": on_device(np.ones(2, np.float32))})},
+    "mesh": {"args": (X, {"a": on_mesh(np.ones(2, np.float32))})},
+    "partition": {"args": (X, {"a": on_mesh(np.ones(2, np.float32), "a")})},
+    "named argument": {"named": {"addresses": X}},
+}
+
+
+def test_another_call_has_another_name() -> None:
+    names = [name(), *(name(**changes) for changes in OTHER_CALLS.values())]
+    assert len({*names}) == len(names)
+
+
+def test_arrays_and_their_shapes_have_one_name() -> None:
+    def shape(x: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(x.shape, x.dtype)
+
+    assert (
+        name(args=(shape(X), {"a": shape(jnp.ones(2))}))
+        == name()
+        == name(args=(jnp.ones(3), {"a": np.ones(2, np.float32)}))
+    )
+    bound = on_device(np.ones(2, np.float32))
+    as_shape = jax.ShapeDtypeStruct(bound.shape, bound.dtype, sharding=bound.sharding)
+    assert name(args=(X, {"a": as_shape})) == name(**OTHER_CALLS["bound to a device"])
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda patch: patch.setattr(executables, "SOURCES", "other sources"),
+        lambda patch: patch.setattr(lowered_once, "VERSIONS", "other versions"),
+        lambda patch: patch.setattr(sys, "version", "3.99"),
+        lambda patch: patch.setattr(executables, "DISTRIBUTIONS", re.compile("pytest")),
+        lambda patch: patch.setattr(executables, "_driver", lambda kind: "another driver"),
+        lambda patch: patch.setenv("XLA_FLAGS", "--xla_gpu_autotune_level=0"),
+        lambda patch: patch.setenv("MOSAIC_GPU_LINE_INFO", "1"),
+        lambda patch: patch.setitem(models.FAMILIES, "llama", models.FAMILIES["qwen3"]),
+    ],
+    ids=["sources", "versions", "python", "packages", "driver", "flags", "mosaic", "registry"],
+)  # fmt: skip
+def test_another_environment_has_another_name(
+    change: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = name()
+    executables._versions.cache_clear()
+    executables._device_kinds.cache_clear()
+    change(monkeypatch)
+    assert name() != before
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        lambda: jax.default_matmul_precision("bfloat16"),
+        lambda: jax.numpy_dtype_promotion("standard"),
+        lambda: jax.numpy_rank_promotion("raise"),
+        lambda: jax.debug_nans(True),
+        lambda: jax.default_prng_impl("rbg"),
+    ],
+)
+def test_other_settings_of_jax_have_another_name(settings: Callable[[], Any]) -> None:
+    before = name()
+    with settings():
+        assert name() != before
+    assert name() == before
+
+
+def test_a_mesh_around_a_trace_has_another_name() -> None:
+    before = name(args=(X,))
+    with jax.set_mesh(Mesh(np.array(jax.devices()[:1]), ("a",))):
+        assert name(args=(X,)) != before
+    assert name(args=(X,)) == before
+
+
+def test_the_place_of_the_cache_and_logging_change_no_name() -> None:
+    before, names = name(), ("jax_compilation_cache_dir", "jax_log_compiles")
+    values = {each: jax.config.values[each] for each in names}
+    try:
+        jax.config.update("jax_compilation_cache_dir", "elsewhere")
+        jax.config.update("jax_log_compiles", True)
+        assert name() == before
+    finally:
+        for each, value in values.items():
+            jax.config.update(each, value)
+
+
+def test_each_field_of_a_config_is_described() -> None:
+    cfg = agreeing_model("eagle").round_config(3)
+    found = {describe(cfg)}
+    for field in fields(RoundConfig):
+        other = copy.copy(cfg)
+        object.__setattr__(other, field.name, "another value")
+        found.add(describe(other))
+    assert len(found) == 1 + len(fields(RoundConfig))
+    deep = replace(
+        cfg, target=replace(cfg.target, attention=replace(cfg.target.attention, head_dim=4))
+    )
+    assert describe(deep) not in found
+
+
+def test_equal_values_have_one_text_and_others_have_others() -> None:
+    assert describe({"b": 1, "a": 2}) == describe({"a": 2, "b": 1})
+    pair = [frozenset([0, 8]), frozenset([8, 0])]  # their hashes collide
+    assert [*pair[0]] != [*pair[1]] and describe(pair[0]) == describe(pair[1])
+    values = [
+        1,
+        1.0,
+        True,
+        "1",
+        b"1",
+        None,
+        "None",
+        (1,),
+        [1],
+        frozenset({1}),
+        {1: 1},
+        np.dtype("int32"),
+        np.dtype("uint32"),
+        np.dtype(jnp.bfloat16),
+        int.__name__,
+    ]
+    assert len({*map(describe, values)}) == len(values)
+
+
+@dataclass(frozen=True)
+class Foreign:
+    x: int = 1
+
+
+def local() -> Callable[[], None]:
+    def inner() -> None: ...
+
+    return inner
+
+
+@pytest.mark.parametrize(
+    "value",
+    [Foreign(), Foreign, local(), lambda: 0, object(), np.ones(2), jnp.ones(2), SimpleNamespace()],
+    ids=["object", "class", "closure", "lambda", "bare", "array", "jax array", "namespace"],
+)  # fmt: skip
+def test_what_other_packages_define_has_no_text(
+    value: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(executables, "PACKAGES", ("jaxspec", "pallas_kernels"))
+    with pytest.raises(Undescribed):
+        describe((value,))
+
+
+def test_a_replaced_function_has_no_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = double
+    monkeypatch.setitem(globals(), "double", triple)
+    with pytest.raises(Undescribed, match="double"):
+        name(function=before)
+
+
+def test_nothing_is_kept_beside_a_family_of_another_package() -> None:
+    foreign = {"families": {"toy": SimpleNamespace()}}
+    with pytest.raises(Undescribed, match="SimpleNamespace"):
+        name(registered=foreign)
+    with pytest.raises(Undescribed, match="numpy"):
+        name(registered={"families": {"toy": np}})
+
+
+def test_programs_of_several_processes_have_no_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    with pytest.raises(Undescribed, match="several processes"):
+        name()
+
+
+def test_a_digest_of_sources_sees_each_file_and_its_name(tmp_path: Path) -> None:
+    def digest() -> str:
+        return lowered_once.digest_of_sources(tmp_path)
+
+    (tmp_path / "a.py").write_text("x = 1\n")
+    found = [digest()]
+    (tmp_path / "inner").mkdir()
+    (tmp_path / "inner" / "b.py").write_text("")
+    found.append(digest())
+    (tmp_path / "a.py").write_text("x = 2\n")
+    found.append(digest())
+    (tmp_path / "a.py").rename(tmp_path / "c.py")
+    found.append(digest())
+    assert len({*found}) == 4
+    assert lowered_once.digest_of_sources(tmp_path, without=["inner", "c"]) != found[-1]
+    (tmp_path / "c.py").write_text("x = 3\n")
+    (tmp_path / "inner" / "b.py").write_text("y = 3\n")
+    found.append(lowered_once.digest_of_sources(tmp_path, without=["inner", "c"]))
+    assert found[-1] == lowered_once.digest_of_sources(tmp_path / "inner", without=["b"])
+
+
+def test_only_rooms_above_decode_are_left_out_of_the_sources() -> None:
+    assert set(executables.UNTRACED) == {*ROOMS[: ROOMS.index("decode")]}
+
+
+# --- the folder -----------------------------------------------------------------------------------
+
+
+def compiled(factor: int = 2) -> Any:
+    jitted = jax.jit(lambda x: x * jnp.float32(factor))
+    program, is_fresh = executables.compile_fresh(lambda: jitted.lower(X).compile())
+    assert is_fresh
+    return program
+
+
+def test_a_program_comes_back(tmp_path: Path) -> None:
+    store, path = Store(), tmp_path / "new" / "program"
+    store.write(path, compiled())
+    assert [p.name for p in path.parent.iterdir()] == ["program"]
+    np.testing.assert_array_equal(store.read(path, jax.devices()[:1])(X), 2 * X)
+
+
+def test_a_missing_file_says_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    for path in (tmp_path / "none", tmp_path / "file" / "none"):
+        assert Store().read(path, jax.devices()[:1]) is None
+    assert not caplog.records
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda content: b"",
+        lambda content: content[:-1],
+        lambda content: content[: len(content) // 2],
+        lambda content: content[:-200] + bytes([content[-200] ^ 1]) + content[-199:],
+        lambda content: bytes([content[0] ^ 1]) + content[1:],
+    ],
+)
+def test_a_damaged_file_is_not_used(
+    damage: Callable[[bytes], bytes], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    store, path = Store(), tmp_path / "program"
+    store.write(path, compiled())
+    path.write_bytes(damage(path.read_bytes()))
+    assert store.read(path, jax.devices()[:1]) is None
+    assert "it is compiled anew" in caplog.text
+
+
+def test_a_file_of_another_format_is_not_used(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    import hashlib
+    import pickle
+
+    content, path = pickle.dumps(("not a program", None, None)), tmp_path / "program"
+    path.write_bytes(hashlib.sha256(content).digest() + content)
+    assert Store().read(path, jax.devices()[:1]) is None
+    assert "it is compiled anew" in caplog.text
+
+
+def test_a_folder_that_cannot_be_written_keeps_nothing_more(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    store = Store()
+    store.folder = tmp_path / "file"
+    store.at_once = True
+    for name in ("program", "another"):
+        store.add(store.folder / name, compiled())
+    assert caplog.text.count("are not kept") == 1
+    assert store.is_used, "rounds that run would be compiled by jit"
+
+
+def wait_for(path: Path) -> None:
+    deadline = time.monotonic() + 30
+    while not path.exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_programs_are_written_when_none_is_called(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(executables, "QUIET", 0.05)
+    store = Store()
+    store.last_call = time.monotonic() + 1000  # as if one were called again and again
+    store.add(tmp_path / "program", compiled())
+    time.sleep(0.3)
+    assert not [*tmp_path.iterdir()]
+    store.last_call = 0.0
+    wait_for(tmp_path / "program")
+    store.add(tmp_path / "another", compiled(3))  # the thread may have ended
+    wait_for(tmp_path / "another")
+
+
+def test_a_process_that_is_never_quiet_writes_after_a_while(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(executables, "QUIET", 0.05)
+    monkeypatch.setattr(executables, "LATEST", 0.5)
+    store, began = Store(), time.monotonic()
+    store.last_call = began + 1000
+    store.add(tmp_path / "program", compiled())
+    wait_for(tmp_path / "program")
+    assert time.monotonic() > began + 0.5
+
+
+def test_in_a_warm_up_programs_are_written_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(executables, "STORE", Store())
+    store = executables.STORE
+    store.last_call = time.monotonic() + 1000
+    store.add(tmp_path / "earlier", compiled())
+    with executables.written_at_once():
+        assert os.listdir(tmp_path) == ["earlier"]
+        store.add(tmp_path / "new", compiled())
+        assert sorted(os.listdir(tmp_path)) == ["earlier", "new"]
+    store.add(tmp_path / "later", compiled())
+    assert not (tmp_path / "later").exists()
+    store.write_waiting()
