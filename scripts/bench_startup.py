@@ -37,6 +37,7 @@ class StartOptions:
     prompt: int = flag(136, "Tokens of each prompt.", least=1)
     output: int = flag(64, "Tokens of each answer.", least=1)
     requests: int = flag(40, "Requests that come one at a time.", least=1)
+    executables: bool = flag(True, "Keep executables that are found without a trace, or none.")
     stages: tuple[str, ...] = flag(
         STAGES, "What follows the first answer, in this order.", among=STAGES
     )

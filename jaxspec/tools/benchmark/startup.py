@@ -16,6 +16,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from jaxspec.loading.executables import READ
+
 COMPILE = "/jax/core/compile/"
 # Events of jax.monitoring. A program that comes from JAX's persistent cache counts as compiled too.
 EVENTS = {
@@ -23,6 +25,7 @@ EVENTS = {
     f"{COMPILE}jaxpr_to_mlir_module_duration": "lowered",
     f"{COMPILE}backend_compile_duration": "compiled",
     "/jax/compilation_cache/cache_retrieval_time_sec": "from disk",
+    READ: "loaded",  # without a trace
 }
 # The programs whose parts are counted: what they call while they are traced is part of them.
 LARGE = ("prefill_packed", "decode_round_in_place", "decode_rounds")
@@ -46,6 +49,7 @@ class Start:
     stages:       what follows the first answer, in this order: single (requests that come one at a
                   time), warmup, rounds
     dtype:        of the weights
+    executables:  whether compiled programs are kept where they are found without a trace
     """
 
     model: str = "llama-3-8b"
@@ -58,6 +62,7 @@ class Start:
     batches: tuple[int, ...] = (1, 16, 64)
     stages: tuple[str, ...] = STAGES
     dtype: str = "bfloat16"
+    executables: bool = True
 
 
 class Programs:
@@ -139,13 +144,14 @@ def run(start: Start, began: float) -> None:
     say(device=device, device_seconds=time.perf_counter() - at)
 
     from jaxspec.config import EngineConfig, SpeculativeConfig
-    from jaxspec.loading import keep_compiled_programs
+    from jaxspec.loading import executables, keep_compiled_programs
     from jaxspec.sampling import synthetic
     from jaxspec.sampling.params import SamplingParams
     from jaxspec.tools.benchmark.cases import Case
     from jaxspec.tools.benchmark.dimensions import MODELS, draft_config
     from jaxspec.tools.benchmark.workload import Weights
 
+    executables.allow(start.executables)
     keep_compiled_programs()
     at = time.perf_counter()
     target, draft = jax.block_until_ready(Weights(start.dtype).get(Case(start.model, "eagle3")))
