@@ -123,7 +123,7 @@ def main(
         else:
             llm = with_random_weights(options.model, speculative, settings, dtype)
         print(llm.describe(), flush=True)
-        llm.warmup_for(prompts, params, progress=True)  # side by side, not one after the other
+        llm.warmup_for(prompts, params, progress=True)  # generate would compile one by one
         decoded[size, "speculative"] = llm.generate(prompts, params)
         lengths[size] = llm.metrics.mean_acceptance_length
         llm = llm.on_same_weights(speculative=False)

@@ -42,7 +42,7 @@ class AttentionConfig:
 
     @property
     def output_width(self) -> int:
-        """Width of all heads' outputs together."""
+        """Depth of the projection after attention: the outputs of all heads."""
         return self.num_heads * self.head_dim
 
     def __post_init__(self) -> None:
@@ -89,7 +89,7 @@ class MLAConfig:
 
     @property
     def output_width(self) -> int:
-        """Width of all heads' outputs together."""
+        """Depth of the projection after attention: the outputs of all heads."""
         return self.num_heads * self.v_head_dim
 
     @property
@@ -157,7 +157,7 @@ class CompressedAttentionConfig:
 
     @property
     def output_width(self) -> int:
-        """Width of all groups' outputs together."""
+        """Depth of the last projection: the outputs of all groups."""
         return self.o_groups * self.o_lora_rank
 
     def rate(self, kind: str) -> int | None:

@@ -27,8 +27,8 @@ HIDING: XlaFlags = (
     ("xla_gpu_all_gather_combine_threshold_bytes", 0),
     ("xla_gpu_collective_permute_combine_threshold_bytes", 0),
 )
-# Two devices of one process exchange by copy engines. NCCL's kernels would hold multiprocessors,
-# which the products beside them need.
+# Two devices that reach each other's memory exchange by copy engines. NCCL's kernels would hold
+# multiprocessors, which the products beside them need.
 COPYING: XlaFlags = (("xla_gpu_collective_permute_mode", "COLLECTIVES_PEER_MEMORY"),)
 
 
@@ -94,7 +94,7 @@ class Ops:
         """Return XLA flags for programs with these ops, on GPUs as measured on an H200.
 
         cuda_graphs: False launches kernel by kernel
-        hiding:      flags with which XLA exchanges beside products
+        hiding:      HIDING, with COPYING or alone, for a program whose sums XLA exchanges
 
         For the products that the matmul kernel leaves to XLA (prefill, large batches), cuBLAS is
         faster than the Triton products that XLA's autotuner picks. XLA would launch a kernel whose

@@ -241,7 +241,8 @@ class RoundConfig(SamplingFeatures):
     def prefill_options(self) -> XlaFlags:
         """XLA flags for the programs that prefill, whose sums XLA exchanges."""
         hiding = HIDING if self.placement.size > 1 else ()
-        if hiding and not self.placement.spans_processes:
+        # The kernel runs where two devices of one process reach each other's memory.
+        if self.placement.size == 2 and self.ops.all_reduce != "reference":
             hiding += COPYING
         return self.ops.compiler_options(cuda_graphs=self.cuda_graphs, hiding=hiding)
 

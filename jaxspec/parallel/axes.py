@@ -12,8 +12,8 @@ once        a bias that one device of a sum adds; the others hold zeros
 WHOLE names axes that each device holds whole, as it holds those without a name (None).
 
 A model's config names the axis of each of its sizes that a mesh may cut, in a class variable AXES.
-A size is a field or a property. A device's own config holds the sizes of its pieces
-(jaxspec.parallel.layout).
+A size is a field, or a property that follows from fields. The fields of a device's own config hold
+the sizes of its pieces (jaxspec.parallel.layout). Zeros after whole heads' outputs are not in it.
 """
 
 from __future__ import annotations

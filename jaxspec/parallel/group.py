@@ -35,8 +35,8 @@ class Group:
     def own_piece(self, x: jax.Array, size: int) -> jax.Array:
         """Return this device's piece of the last axis of x, which every device holds whole.
 
-        The last device's piece ends in zeros where the pieces are longer together than x is.
-        Returns x itself if it has just this size: it is the piece already.
+        The last pieces end in zeros where all pieces together are longer than x. Returns x itself
+        if it has just this size: it is the piece, or the other devices' weights are zeros.
         """
         if x.shape[-1] == size:
             return x

@@ -6,9 +6,10 @@ Arrays side by side (queries, keys and values; gate and up) are cut one by one:
 [q_0 | k_0 | v_0 | q_1 | k_1 | v_1]. And a piece that several devices need stands there several
 times, such as a KV head of a model with fewer KV heads than devices.
 
-Kernels take products whose depth and width are multiples of GRAIN. If a whole axis has such a size
-and its pieces would not, zeros follow it. They add nothing to a row's sum. Without a kernel, the
-bits of a row would depend on the number of rows.
+A row's bits must not depend on the number of rows, and only kernels promise that. Those for few
+rows take depths and widths that are multiples of GRAIN. Where an axis of PADDED has such a size and
+its pieces have not, zeros follow, which add nothing to a row's sum. Three cases have no zeros:
+outputs of cut heads, an axis of several sizes, and models with any weight in fp8 or int4.
 """
 
 from __future__ import annotations
@@ -77,8 +78,9 @@ class Layout:
         fit = all(n % size == 0 or size % n == 0 for n in kv_heads) and len(of_kv) <= 1
         if fit and all(n % size == 0 for n in sizes.get("heads", [])):
             pieces |= {"heads": size, "kv_heads": min(of_kv, default=size)}
-        # Outputs of cut heads are a device's own; their size says how they are cut.
+        # Outputs of cut heads are pieces of whole heads, which cannot be longer.
         axes = [a for a in PADDED if a in pieces and not (a == "head_out" and "heads" in pieces)]
+        # The blocks of fp8 and int4 scales say where such weights may be cut.
         padded = () if _is_quantised(config) else _padded(axes, sizes, size)
         return cls(mesh, tuple(sorted(pieces.items())), padded)
 
@@ -222,11 +224,11 @@ def _padded(
 ) -> tuple[tuple[str, int, int], ...]:
     """Return Layout.padded of devices that share the axes; an axis of several sizes has no zeros.
 
-    Weights in fp8 and int4 have none either: the blocks of their scales say where they may be cut.
+    A size of 0 says that a model has no such array.
     """
     found, whole = [], GRAIN * count
     for axis in axes:
-        different = set(sizes.get(axis, []))
+        different = {size for size in sizes.get(axis, []) if size}
         if len(different) != 1:
             continue
         (size,) = different

@@ -28,7 +28,7 @@ def all_reduce(
     total = _rounded(_sum(x, peers), dtype)
     if residual is not None:
         total = _rounded(residual.astype(jnp.float32) + total.astype(jnp.float32), dtype)
-    # XLA would store the sum in float32, or add it up for each of its readers.
+    # XLA would store the sum in float32, or add it up again for each reader.
     total = lax.optimization_barrier(total)
     return total if gain is None else (total, rms_norm(total, gain, eps=eps))
 
@@ -40,6 +40,9 @@ def _sum(x: jax.Array, peers: Peers) -> jax.Array:
     can do beside kernels (xla_gpu_collective_permute_mode).
     """
     if peers.size == 2:
+        # The share that is added is the one that is sent. XLA would add it before it is rounded,
+        # and the devices would get different sums.
+        x = lax.optimization_barrier(x)
         other = lax.ppermute(x, peers.axis, [(0, 1), (1, 0)])
         return x.astype(jnp.float32) + other.astype(jnp.float32)
     return add_in_order(lax.all_gather(x, peers.axis).astype(jnp.float32))

@@ -155,7 +155,9 @@ def test_a_round_is_three_cuda_graphs_as_on_one_device(size: int, sampled: bool)
 
 @pytest.mark.parametrize("size", [2, slow(4)], ids=str)
 @pytest.mark.parametrize("plain", [False, True], ids=["drafts", "plain"])
-def test_kernels_make_every_product_where_heads_do_not_divide(size: int, plain: bool) -> None:
+def test_kernels_make_every_product_of_a_layer_whose_heads_do_not_divide(
+    size: int, plain: bool
+) -> None:
     """XLA would give one row other bits than four, so speculative text would not be plain text.
     SmolLM2's nine heads stay whole, and 576 outputs become pieces with zeros at the end."""
     hlo = compiled(size, sampled=False, model="smollm2-135m", plain=plain).hlo
@@ -240,13 +242,13 @@ def beside_exchanges(hlo: str) -> list[tuple[int, int]]:
 @pytest.mark.parametrize("size", [2, slow(4)], ids=str)
 def test_the_halves_of_a_long_prompt_hide_each_others_exchanges(size: int) -> None:
     """Both halves exchange embedding, attention and MLP; the draft, which writes keys alone,
-    exchanges its embedding, whole. Beside those of the embedding, and one that ends a half, nothing
-    runs."""
+    exchanges its embedding, whole. Nothing runs beside the first exchange, and beside one more of
+    two devices."""
     tiles = 86  # 4,128 rows
     exchanges = beside_exchanges(compiled_prefill(tiles, size))
     halves = [products for rows, products in exchanges if rows == tiles * 48 // 2]
     assert len(halves) == 2 * (1 + 2 * LAYERS)
-    assert halves.count(0) <= 3
+    assert halves.count(0) == {2: 2, 4: 1}[size]
 
 
 def test_copy_engines_exchange_the_halves() -> None:
@@ -256,13 +258,14 @@ def test_copy_engines_exchange_the_halves() -> None:
 
 
 def test_a_sum_is_stored_once_and_in_bfloat16() -> None:
-    """Of each exchange. XLA would store it in float32, or add it up again for its next reader."""
+    """Of each exchange. XLA would store it in float32, or add it up again for each reader."""
     hlo = compiled_prefill(86)
-    entry = hlo[hlo.index("\nENTRY ") :]
-    made = re.findall(r"= (\w+)\[2064,4096\]\S* fusion\(([^)]*)\)", entry)
-    assert made and {dtype for dtype, _ in made} == {"bf16"}
-    read = Counter(re.findall(r"%(collective-permute-done[.\d]*)", " ".join(x for _, x in made)))
-    assert len(read) >= 2 * (1 + 2 * LAYERS) - 2 and set(read.values()) == {1}
+    made = re.findall(r" = (.*?) fusion\((.*?)\), kind", hlo[hlo.index("\nENTRY ") :])
+    shapes = [shape for results, _ in made for shape in re.findall(r"(\w+)\[2064,4096\]", results)]
+    assert set(shapes) == {"bf16"}
+    exchanged = r"%(collective-permute-done[.\d]*|ppermute[.\d]*)"
+    read = Counter(name for _, operands in made for name in re.findall(exchanged, operands))
+    assert len(read) >= 2 * (1 + 2 * LAYERS) and set(read.values()) == {1}
 
 
 def test_a_short_prompt_is_not_halved() -> None:

@@ -72,7 +72,21 @@ def check_norms(dtype: jnp.dtype) -> None:
     )
 
 
-for check in (check_sum, check_norms):
+def check_rounded_share(dtype: jnp.dtype) -> None:
+    """XLA adds in float32. A share is rounded for its own device as for the others."""
+    rng = np.random.default_rng(2)
+    parts = jnp.asarray(rng.normal(size=(SIZE, 2, 8, 256)), dtype)
+
+    def local(parts: jax.Array) -> jax.Array:
+        peers = Peers(addresses=jnp.zeros(2 * SIZE, jnp.uint32), axis=AXIS, size=SIZE)
+        return all_reduce(parts[0, 0] + parts[0, 1], peers, implementation="reference")[None]
+
+    call = jax.shard_map(local, mesh=MESH, in_specs=EACH, out_specs=EACH, check_vma=False)
+    found = np.asarray(jax.jit(call)(parts).astype(jnp.float32))
+    np.testing.assert_array_equal(found, np.broadcast_to(found[:1], found.shape))
+
+
+for check in (check_sum, check_norms, check_rounded_share):
     for each in map(partial(jnp.dtype), (jnp.bfloat16, jnp.float32)):
         check(each)
 print(f"equal on {SIZE} devices")

@@ -10,14 +10,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import AbstractMesh
 
 from jaxspec import LLM, SamplingParams, SpeculativeConfig
 from jaxspec.config import ConfigError, EngineConfig, Ops, RoundConfig
+from jaxspec.config.ops import COPYING, HIDING
 from jaxspec.config.quantization import Fp8Form, Int4Form, Quantization
 from jaxspec.decode import several_rounds as rounds
 from jaxspec.decode.programs import Program
 from jaxspec.engine import round_configs
 from jaxspec.layers import op_choice
+from jaxspec.parallel.layout import Placement
 from jaxspec.tools.benchmark.dimensions import HYBRID, MODELS, draft_config
 from pallas_kernels import hopper
 from tests.kernels.interpreter import needs_mosaic
@@ -178,6 +181,27 @@ def test_compiler_options_go_with_the_matmul_kernel() -> None:
     assert dict(replace(ours, cuda_graphs=False).compiler_options) == flags | {
         "xla_gpu_enable_command_buffer": ""
     }
+
+
+@pytest.mark.parametrize(
+    ("size", "all_reduce", "hides", "copies"),
+    [
+        (1, "reference", False, False),
+        (2, "mosaic_gpu", True, True),
+        (2, "reference", True, False),  # no access to the other's memory, or several processes
+        (4, "mosaic_gpu", True, False),
+    ],
+)
+def test_copy_engines_exchange_where_two_devices_reach_each_other(
+    size: int, all_reduce: str, hides: bool, copies: bool
+) -> None:
+    cfg = replace(
+        tiny_model("eagle").round_config(2),
+        ops=Ops(matmul="mosaic_gpu", all_reduce=all_reduce),
+        placement=Placement(AbstractMesh((size,), ("model",)) if size > 1 else None),
+    )
+    more = set(cfg.prefill_options) - set(cfg.compiler_options)
+    assert more == {*(HIDING if hides else ()), *(COPYING if copies else ())}
 
 
 def test_rows_are_alike_on_a_cpu_where_numbers_are_rounded_to_fp8() -> None:

@@ -8,10 +8,12 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from jax.sharding import AbstractMesh
 from safetensors.numpy import save_file
 
 from jaxspec import models
 from jaxspec.layers.params import is_spec
+from jaxspec.parallel.layout import Layout
 from tests.support.devices import run_on_devices
 
 CONFIG = {
@@ -42,6 +44,8 @@ def test_a_checkpoint_on_two_devices_has_the_pieces_and_the_text_of_one(
     tmp_path: Path, changes: dict[str, int]
 ) -> None:
     config = CONFIG | changes
+    layout = Layout.of(models.config_from_hf(config), AbstractMesh((2,), ("model",)))
+    assert bool(layout.padded) == bool(changes)
     rng = np.random.default_rng(0)
     specs = jax.tree.leaves(
         models.llama.param_specs(models.config_from_hf(config)), is_leaf=is_spec
