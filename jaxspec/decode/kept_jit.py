@@ -2,28 +2,37 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import jax
+from jax.core import Tracer
 
 from jaxspec import drafts, models
+from jaxspec.cache import arrays
 from jaxspec.config.ops import XlaFlags
+from jaxspec.drafts import families, mtp
 from jaxspec.loading import executables
 from jaxspec.loading.executables import Call, Undescribed
-from jaxspec.sampling.processors import PROCESSORS
+from jaxspec.sampling import logits
 
-# What a trace finds by a name in a config.
-REGISTERED: dict[str, Any] = {
-    "models.FAMILIES": models.FAMILIES,
-    "drafts.FAMILIES": drafts.FAMILIES,
-    "drafts.STEPS": drafts.STEPS,
-    "drafts.BLOCKS": drafts.BLOCKS,
-    "drafts.MODEL_FREE": drafts.MODEL_FREE,
-    "processors.PROCESSORS": PROCESSORS,
-}
+# Modules with what a trace finds by a name in a config: read at each use, for they may change.
+REGISTRIES: tuple[tuple[ModuleType, tuple[str, ...]], ...] = (
+    (models, ("FAMILIES",)),
+    (families, ("FAMILIES", "STEPS", "BLOCKS", "CONFIDENT")),
+    (drafts, ("MODEL_FREE",)),
+    (mtp, ("FAMILIES",)),
+    (arrays, ("CACHE_KINDS",)),
+    (logits, ("BEFORE_TEMPERATURE", "AFTER_TEMPERATURE", "PROCESSORS")),
+)
+MOST_RECENT = 1024  # entries
+
+
+def registered() -> dict[str, Any]:
+    """Return what the registries hold."""
+    return {f"{m.__name__}.{name}": getattr(m, name) for m, names in REGISTRIES for name in names}
 
 
 class Recent(NamedTuple):
@@ -48,10 +57,11 @@ class KeptJit:
     donate:   index of the donated argument
     static:   number of static arguments, which come first
     options:  compiler options
-    told_by:  index of the first of the arguments whose shapes tell which program ran last time.
-              The later they begin, the sooner a program is launched. A program that is found by
-              them checks all arguments before it runs; if it was compiled for others, the whole
-              call is compared.
+    told_by:  index of the first of the arguments that tell which program ran last time. The later
+              they begin, the sooner a program is launched. A program that is found by them checks
+              shapes and dtypes of all arguments before it runs; if it was compiled for others, the
+              whole call is compared. Calls of one config whose earlier arguments differ in a weak
+              dtype, or in the device that they are bound to, must differ in these arguments too.
     named_as: the function of a module that names the programs, where `function` is made from one
     """
 
@@ -97,18 +107,25 @@ class KeptJit:
         first, fixed = args[0] if self._static else None, args[1 : self._static]
         arguments = args[self._static :]
         leaves, structure = jax.tree.flatten(arguments[self._told_by :])
-        shapes = [getattr(x, "shape", ()) for x in leaves]
-        key = (id(first), fixed, structure, *shapes)
+        kinds = map(_told, leaves)
+        key = (id(first), fixed, structure, *kinds, _binding(leaves))
         recent, context = self._recent.get(key), executables.trace_context()
         if recent is not None and recent.context == context:
             if recent.compiled is None:
                 return self.jitted(*args, **named)
-            with contextlib.suppress(TypeError, ValueError):  # compiled for other arguments
+            try:
                 return recent.compiled(*arguments, **named)
+            except (TypeError, ValueError):  # compiled for other arguments, or an error
+                failed = recent.compiled
+                call = self._call(args, named)
+                if call is None or self._compiled.get(call) is failed:
+                    raise
         call = self._call(args, named)
         if call is None:
             return self.jitted(*args, **named)
         compiled = self._found(call, args, named)
+        if len(self._recent) >= MOST_RECENT:
+            self._recent.clear()
         self._recent[key] = Recent(first, context, compiled)
         if compiled is None:
             return self.jitted(*args, **named)
@@ -128,7 +145,7 @@ class KeptJit:
         """Return the compiled program of a call, made if it is new; None if it is not kept."""
         found = self._compiled.get(call)
         if found is None:
-            path = executables.STORE.path(call, REGISTERED)
+            path = executables.STORE.path(call, registered())
             if path is None:
                 return None
             found = executables.STORE.read(path, call.devices)
@@ -140,3 +157,23 @@ class KeptJit:
                     executables.STORE.add(path, found)
             found = self._compiled.setdefault(call, found)
         return found
+
+
+def _told(leaf: Any) -> tuple[Any, ...]:
+    """Return what tells an argument from another: shape, dtype, whether it is weak or bound."""
+    if isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer):
+        return leaf.shape, leaf.dtype, leaf.weak_type, leaf.committed
+    return getattr(leaf, "shape", None), getattr(leaf, "dtype", type(leaf))
+
+
+def _binding(leaves: Iterable[Any]) -> Any:
+    """Return the devices of the first array that is bound to some; None for none.
+
+    Its sharding may have another form after a program from disk, and is the same.
+    """
+    bound = (
+        frozenset(x.devices())
+        for x in leaves
+        if isinstance(x, jax.Array) and not isinstance(x, Tracer) and x.committed
+    )
+    return next(bound, None)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import stat
+import time
 from pathlib import Path
 
 import jax
@@ -37,7 +38,8 @@ def trim(folder: Path, most_bytes: int) -> None:
             found = path.stat()
         except OSError:
             continue
-        if stat.S_ISREG(found.st_mode):
+        is_being_written = path.name.startswith(".") and time.time() - found.st_mtime < 3600
+        if stat.S_ISREG(found.st_mode) and not is_being_written:
             files.append((found.st_mtime_ns, found.st_size, path))
     held = sum(size for _, size, _ in files)
     for _, size, path in sorted(files):

@@ -73,6 +73,7 @@ DISTRIBUTIONS = re.compile(r"(jax|jaxlib|nvidia|flax|numpy|ml_dtypes)[-_]")
 READ = "/jaxspec/executables/read_duration"  # event of jax.monitoring: a program came from disk
 QUIET = 1.0  # seconds without a call after which programs are written
 LATEST = 60.0  # seconds after which they are written in any case
+MOST_AT_EXIT = 10.0  # seconds after which the end of a process begins no further one
 DIGEST = hashlib.sha256().digest_size  # bytes; a file begins with that of its content
 
 logger = logging.getLogger(__name__)
@@ -247,16 +248,18 @@ def _describe_sharding(value: Any) -> str:
 
 
 def _entries(entries: Any) -> str:
-    """Describe a registry by the places of what it holds."""
+    """Describe a registry by the places of what it holds, and by the attributes of objects."""
     if isinstance(entries, Mapping):
-        return str([(name, _entries(entry)) for name, entry in sorted(entries.items())])
+        return str(sorted((describe(name), _entries(entry)) for name, entry in entries.items()))
     if isinstance(entries, (tuple, list)):
         return str([_entries(entry) for entry in entries])
     if inspect.ismodule(entries):
         if not is_own(entries.__name__):
             raise Undescribed(f"a registered module {entries.__name__}")
         return entries.__name__
-    return _place(type(entries))
+    if isinstance(entries, type) or inspect.isfunction(entries) or is_dataclass(entries):
+        return describe(entries)
+    return f"{_place(type(entries))}{describe(vars(entries))}"
 
 
 def _settings(context: tuple[Any, ...]) -> str:
@@ -266,11 +269,34 @@ def _settings(context: tuple[Any, ...]) -> str:
     if any(mapped):
         raise Undescribed(f"mapped axes {mapped}")
     around = [repr(each) for each in context if not _is_axis_env(each)]
-    chosen = {k: v for k, v in sorted(os.environ.items()) if VARIABLES.match(k)}
-    text = str((sorted(values.items()), around, chosen))
+    text = str((sorted(values.items()), around, _variables()))
     if lowered_once.ADDRESS.search(text):
         raise Undescribed("a setting of JAX without a text")
     return text
+
+
+def _variables() -> list[tuple[str, str]]:
+    """Return the environment's variables for XLA; Undescribed if they do not say what XLA does.
+
+    XLA reads them once, when the first device is asked for. A kernel's export has a name without
+    those of Mosaic and Pallas, which are for developers.
+    """
+    found = _chosen()
+    if found != VARIABLES_AT_IMPORT:
+        raise Undescribed("a variable for XLA that has changed since the import")
+    for name, value in found:
+        if name.startswith(("MOSAIC", "PALLAS")):
+            raise Undescribed(f"the variable {name}")
+        if any(Path(part).exists() for flag in value.split() for part in flag.split("=") if part):
+            raise Undescribed(f"a file that {name} names")
+    return found
+
+
+def _chosen() -> list[tuple[str, str]]:
+    return [(k, v) for k, v in sorted(os.environ.items()) if VARIABLES.match(k)]
+
+
+VARIABLES_AT_IMPORT = _chosen()
 
 
 def _is_axis_env(value: Any) -> bool:
@@ -284,7 +310,10 @@ def _device_kinds(devices: tuple[Device, ...]) -> str:
     client = devices[0].client
     of = [(d.id, d.platform, d.device_kind, getattr(d, "compute_capability", "")) for d in devices]
     beside = [d.device_kind for d in client.devices()]
-    return str((of, beside, client.platform, client.platform_version, _driver(client.platform)))
+    # Some functions ask for JAX's own choice while they are traced.
+    default = jax.default_backend(), jax.devices()[0].device_kind
+    driver = _driver(client.platform)
+    return str((of, beside, default, client.platform, client.platform_version, driver))
 
 
 def _driver(kind: str) -> str:
@@ -305,10 +334,31 @@ def _versions() -> str:
     """Describe Python and what is installed beside it, and all sources of these packages."""
     site = Path(jaxlib.__file__).parent.parent
     found = sorted(p.name for p in site.glob("*.dist-info") if DISTRIBUTIONS.match(p.name))
+    if not FILES:
+        raise Undescribed("sources that cannot be read")
     return str((sys.version, platform.machine(), found, lowered_once.VERSIONS, SOURCES))
 
 
-# Read when the package is imported: a file that changes later is not what this process traces.
+def _written(path: str) -> tuple[int, int] | None:
+    """Return the size of a file and when it was written; None if it is gone."""
+    try:
+        found = os.stat(path)
+    except OSError:
+        return None
+    return found.st_size, found.st_mtime_ns
+
+
+def have_sources_changed() -> bool:
+    """Return whether a source is not as it was: a module that is imported now is another one."""
+    return any(_written(path) != written for path, written in FILES.items())
+
+
+# Read when the package is imported.
+FILES = {
+    str(path): _written(str(path))
+    for package in (Path(__file__).parent.parent, Path(lowered_once.__file__).parent)
+    for path in package.rglob("*.py")
+}
 SOURCES = lowered_once.digest_of_sources(Path(__file__).parent.parent, without=UNTRACED)
 
 
@@ -321,7 +371,7 @@ class Store:
     folder:    None: nothing is kept
     is_on:     whether this process keeps programs at all
     can_write: False after an error of the folder; the programs of this process go on
-    at_once:   whether new programs are written where they are compiled
+    at_once:   number of callers that want new programs written where they are compiled
     last_call: time.monotonic() of the last call of a program
     """
 
@@ -329,13 +379,13 @@ class Store:
         self.folder: Path | None = None
         self.is_on = True
         self.can_write = True
-        self.at_once = False
+        self.at_once = 0
         self.last_call = 0.0
         self._waiting: deque[tuple[float, Path, Any]] = deque()  # and time.monotonic() at latest
         self._thread: threading.Thread | None = None
-        self._changing = threading.Lock()  # of _waiting and _thread
+        self.changing = threading.Lock()  # of _waiting and _thread
         self._writing = threading.Lock()
-        atexit.register(self.write_waiting)
+        atexit.register(self.write_waiting, MOST_AT_EXIT)
 
     @property
     def is_used(self) -> bool:
@@ -356,7 +406,11 @@ class Store:
         """Return the compiled program of a file; None if there is none that can be read."""
         began = time.perf_counter()
         try:
+            if path.stat().st_uid not in (0, os.getuid()):
+                raise ValueError("a file of another user")  # a pickle can run code
             content = path.read_bytes()
+            with contextlib.suppress(OSError):  # of a folder that only others may write
+                os.utime(path)  # what is not used makes room
             if hashlib.sha256(content[DIGEST:]).digest() != content[:DIGEST]:
                 raise ValueError("other bytes than were written")
             serialised, inputs, outputs = loads(content[DIGEST:])
@@ -377,7 +431,11 @@ class Store:
         return found
 
     def write(self, path: Path, compiled: Any) -> None:
-        """Write a compiled program now."""
+        """Write a compiled program now; none if a source has changed since the import."""
+        if have_sources_changed():
+            self.can_write = False
+            logger.info("compiled programs are not kept: a source of jaxspec has changed")
+            return
         # Several processes, also of several hosts, may write the same file.
         part = path.with_name(f".{uuid.uuid4().hex}")
         try:
@@ -407,7 +465,7 @@ class Store:
         if self.at_once:
             self.write(path, compiled)
             return
-        with self._changing:
+        with self.changing:
             self._waiting.append((time.monotonic() + LATEST, path, compiled))
             if self._thread is None:
                 self._thread = threading.Thread(
@@ -415,9 +473,10 @@ class Store:
                 )
                 self._thread.start()
 
-    def write_waiting(self) -> None:
-        """Write what waits to be written."""
-        while self._write_one():
+    def write_waiting(self, seconds: float = float("inf")) -> None:
+        """Write what waits to be written; begin none after so many seconds."""
+        began = time.monotonic()
+        while time.monotonic() - began < seconds and self._write_one():
             pass
 
     def _write_one(self) -> bool:
@@ -436,7 +495,7 @@ class Store:
             if left > 0 and time.monotonic() < latest:
                 time.sleep(min(left, QUIET))
             elif not self._write_one():
-                with self._changing:
+                with self.changing:
                     if not self._waiting:
                         self._thread = None
                         return
@@ -501,8 +560,10 @@ def allow(on: bool) -> None:
 def written_at_once() -> Iterator[None]:
     """Write programs as soon as they are compiled, while this is open: no request waits."""
     STORE.write_waiting()
-    before, STORE.at_once = STORE.at_once, True
+    with STORE.changing:
+        STORE.at_once += 1
     try:
         yield
     finally:
-        STORE.at_once = before
+        with STORE.changing:
+            STORE.at_once -= 1

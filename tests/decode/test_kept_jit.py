@@ -27,6 +27,7 @@ TRACES: list[str] = []
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setattr(executables, "PACKAGES", (*executables.PACKAGES, "tests"))
     monkeypatch.setattr(executables, "STORE", executables.Store())
+    monkeypatch.setattr(executables, "VARIABLES_AT_IMPORT", executables._chosen())
     executables.keep_in(tmp_path / "kept")
     TRACES.clear()
     with executables.written_at_once():
@@ -38,6 +39,11 @@ def scaled(
 ) -> tuple[jax.Array, jax.Array]:
     TRACES.append("scaled")
     return x * factor + weights["w"], at + 1
+
+
+def plus(x: jax.Array, y: jax.Array) -> jax.Array:
+    with jax.numpy_dtype_promotion("standard"):
+        return x + y
 
 
 def multiplied(x: jax.Array) -> jax.Array:
@@ -131,6 +137,38 @@ def test_equal_configs_share_a_program_and_others_do_not() -> None:
     program = in_new_process()
     values = [run(program, factor=f)[0][0].item() for f in (2.0, float("2"), 5.0, 2.0)]
     assert values == [3.0, 3.0, 6.0, 3.0] and program.cache_size() == 2
+
+
+def test_weak_types_and_bindings_tell_programs_apart() -> None:
+    device = jax.devices()[0]
+    program, expected = KeptJit(plus), jax.jit(plus)
+    narrow = jnp.ones(2, jnp.bfloat16)
+    for x, y in (
+        (narrow, 2.0),
+        (narrow, np.float32(2)),
+        (jax.device_put(narrow, device), 2.0),
+        (narrow, 2.0),
+    ):
+        found, same = program(x, y), expected(x, y)
+        assert (found.dtype, found.committed) == (same.dtype, same.committed)
+
+
+def test_an_error_while_a_program_runs_is_raised_and_the_program_runs_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    program, calls = in_new_process(), []
+    run(program)
+    ((key, recent),) = program._recent.items()
+
+    def failing(*args: Any, **named: Any) -> Any:
+        calls.append(args)
+        raise ValueError("of the device")
+
+    program._recent[key] = recent._replace(compiled=failing)
+    program._compiled = dict.fromkeys(program._compiled, failing)
+    with pytest.raises(ValueError, match="of the device"):
+        run(program)
+    assert len(calls) == 1
 
 
 def test_an_error_of_the_arguments_is_raised() -> None:

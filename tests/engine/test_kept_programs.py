@@ -24,6 +24,7 @@ GREEDY = SamplingParams(0.0, max_tokens=6)
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setattr(executables, "STORE", executables.Store())
+    monkeypatch.setattr(executables, "VARIABLES_AT_IMPORT", executables._chosen())
     executables.keep_in(tmp_path)
     yield tmp_path
     executables.STORE.write_waiting()

@@ -21,9 +21,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxspec import models
 from jaxspec.config import RoundConfig
-from jaxspec.decode.kept_jit import REGISTERED
+from jaxspec.decode.kept_jit import REGISTRIES, registered
+from jaxspec.drafts import MODEL_FREE
 from jaxspec.loading import executables
 from jaxspec.loading.executables import Call, Store, Undescribed, describe
+from jaxspec.sampling import logits
 from pallas_kernels import lowered_once
 from tests.support.tiny import agreeing_model
 from tests.test_layering import ROOMS
@@ -42,6 +44,8 @@ def triple(factor: int, x: jax.Array) -> jax.Array:
 @pytest.fixture(autouse=True)
 def tests_are_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(executables, "PACKAGES", (*executables.PACKAGES, "tests"))
+    # pytest imports the package before conftest.py sets the flags.
+    monkeypatch.setattr(executables, "VARIABLES_AT_IMPORT", executables._chosen())
 
 
 @pytest.fixture(autouse=True)
@@ -51,7 +55,7 @@ def descriptions_made_anew() -> Iterator[None]:
     executables._device_kinds.cache_clear()
 
 
-def name(*, registered: Any = REGISTERED, **changes: Any) -> str:
+def name(*, registries: Any = None, **changes: Any) -> str:
     """Return the name of a call that differs from a usual one in some parts."""
     parts: dict[str, Any] = {
         "function": double,
@@ -61,7 +65,7 @@ def name(*, registered: Any = REGISTERED, **changes: Any) -> str:
         "args": (X, {"a": jnp.ones(2)}),
         "named": {},
     }
-    return Call.of(**(parts | changes)).file_name(registered)
+    return Call.of(**(parts | changes)).file_name(registries or registered())
 
 
 def on_device(x: Any) -> jax.Array:
@@ -112,6 +116,18 @@ def test_arrays_and_their_shapes_have_one_name() -> None:
     assert name(args=(X, {"a": as_shape})) == name(**OTHER_CALLS["bound to a device"])
 
 
+def set_flags(patch: pytest.MonkeyPatch, flags: str) -> None:
+    """Set XLA's flags as before the import."""
+    patch.setenv("XLA_FLAGS", flags)
+    patch.setattr(executables, "VARIABLES_AT_IMPORT", executables._chosen())
+
+
+def ngram_with(**changes: Any) -> Any:
+    made = copy.copy(MODEL_FREE["ngram"])
+    vars(made).update(changes)
+    return made
+
+
 @pytest.mark.parametrize(
     "change",
     [
@@ -120,11 +136,16 @@ def test_arrays_and_their_shapes_have_one_name() -> None:
         lambda patch: patch.setattr(sys, "version", "3.99"),
         lambda patch: patch.setattr(executables, "DISTRIBUTIONS", re.compile("pytest")),
         lambda patch: patch.setattr(executables, "_driver", lambda kind: "another driver"),
-        lambda patch: patch.setenv("XLA_FLAGS", "--xla_gpu_autotune_level=0"),
-        lambda patch: patch.setenv("MOSAIC_GPU_LINE_INFO", "1"),
+        lambda patch: set_flags(patch, "--xla_gpu_autotune_level=0"),
+        lambda patch: patch.setattr(jax, "default_backend", lambda: "gpu"),
         lambda patch: patch.setitem(models.FAMILIES, "llama", models.FAMILIES["qwen3"]),
+        lambda patch: patch.setattr(logits, "AFTER_TEMPERATURE", ()),
+        lambda patch: patch.setitem(MODEL_FREE, "ngram", ngram_with(lookahead=3)),
     ],
-    ids=["sources", "versions", "python", "packages", "driver", "flags", "mosaic", "registry"],
+    ids=[
+        "sources", "versions", "python", "packages", "driver", "flags", "backend", "registry",
+        "processors", "attribute",
+    ],
 )  # fmt: skip
 def test_another_environment_has_another_name(
     change: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
@@ -242,11 +263,84 @@ def test_a_replaced_function_has_no_name(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_nothing_is_kept_beside_a_family_of_another_package() -> None:
-    foreign = {"families": {"toy": SimpleNamespace()}}
     with pytest.raises(Undescribed, match="SimpleNamespace"):
-        name(registered=foreign)
+        name(registries={"families": {"toy": SimpleNamespace()}})
     with pytest.raises(Undescribed, match="numpy"):
-        name(registered={"families": {"toy": np}})
+        name(registries={"families": {"toy": np}})
+
+
+@pytest.mark.parametrize(
+    ("module", "each"), [(m, name) for m, names in REGISTRIES for name in names]
+)
+def test_each_registry_is_read_when_a_program_is_named(
+    module: Any, each: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entries = getattr(module, each)
+    more = (*entries, SimpleNamespace()) if isinstance(entries, tuple) else (
+        {**entries, next(iter(entries)): SimpleNamespace()}
+    )  # fmt: skip
+    monkeypatch.setattr(module, each, more)
+    with pytest.raises(Undescribed, match="SimpleNamespace"):
+        name()
+
+
+def test_variables_that_do_not_say_what_xla_does_have_no_name(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setenv("XLA_FLAGS", "--xla_gpu_autotune_level=0")  # XLA has read them already
+        with pytest.raises(Undescribed, match="changed since the import"):
+            name()
+    with monkeypatch.context() as patch:
+        (tmp_path / "results").write_text("")
+        set_flags(patch, f"--xla_gpu_load_autotune_results_from={tmp_path / 'results'}")
+        with pytest.raises(Undescribed, match="a file that XLA_FLAGS names"):
+            name()
+    with monkeypatch.context() as patch:
+        patch.setenv("MOSAIC_GPU_LINE_INFO", "1")
+        set_flags(patch, "")
+        with pytest.raises(Undescribed, match="MOSAIC_GPU_LINE_INFO"):
+            name()
+
+
+def test_sources_that_cannot_be_read_have_no_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(executables, "FILES", {})
+    executables._versions.cache_clear()
+    with pytest.raises(Undescribed, match="sources"):
+        name()
+
+
+def test_nothing_is_written_once_a_source_has_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A module that is imported now is not the one that the name knows."""
+    source = tmp_path / "source.py"
+    source.write_text("a")
+    monkeypatch.setattr(executables, "FILES", {str(source): executables._written(str(source))})
+    store = Store()
+    store.write(tmp_path / "program", compiled())
+    assert (tmp_path / "program").exists()
+    source.write_text("another")
+    store.write(tmp_path / "later", compiled())
+    assert not (tmp_path / "later").exists() and not store.can_write
+
+
+def test_reading_keeps_a_file_from_being_the_oldest(tmp_path: Path) -> None:
+    path, store = tmp_path / "program", Store()
+    store.write(path, compiled())
+    os.utime(path, ns=(0, 0))
+    assert store.read(path, jax.devices()[:1]) is not None
+    assert path.stat().st_mtime > time.time() - 60
+
+
+def test_a_file_of_another_user_is_not_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    path, store = tmp_path / "program", Store()
+    store.write(path, compiled())
+    os.chown(path, 12345, -1) if os.getuid() == 0 else monkeypatch.setattr(os, "getuid", lambda: -1)
+    assert store.read(path, jax.devices()[:1]) is None
+    assert "a file of another user" in caplog.text
 
 
 def test_programs_of_several_processes_have_no_name(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -394,6 +488,11 @@ def test_in_a_warm_up_programs_are_written_at_once(
         assert os.listdir(tmp_path) == ["earlier"]
         store.add(tmp_path / "new", compiled())
         assert sorted(os.listdir(tmp_path)) == ["earlier", "new"]
+    with executables.written_at_once():
+        with executables.written_at_once():
+            pass
+        store.add(tmp_path / "beside", compiled())
+        assert (tmp_path / "beside").exists()
     store.add(tmp_path / "later", compiled())
     assert not (tmp_path / "later").exists()
     store.write_waiting()
