@@ -68,7 +68,9 @@ SETTINGS_ASIDE = frozenset(
     }
 )
 # Variables of the environment that XLA and Mosaic read.
-VARIABLES = re.compile(r"(XLA|TF_XLA|MOSAIC|PALLAS)_|XLA_FLAGS|NVIDIA_TF32_OVERRIDE")
+VARIABLES = re.compile(
+    r"(XLA(?!_PYTHON_CLIENT)|TF_XLA|MOSAIC|PALLAS)_|NVIDIA_TF32_OVERRIDE|LIBTPU_INIT_ARGS"
+)
 DISTRIBUTIONS = re.compile(r"(jax|jaxlib|nvidia|flax|numpy|ml_dtypes)[-_]")
 READ = "/jaxspec/executables/read_duration"  # event of jax.monitoring: a program came from disk
 QUIET = 1.0  # seconds without a call after which programs are written
