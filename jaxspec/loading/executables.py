@@ -67,10 +67,10 @@ SETTINGS_ASIDE = frozenset(
         "jax_traceback_filtering",
     }
 )
-# Variables of the environment that XLA and Mosaic read.
-VARIABLES = re.compile(
-    r"(XLA(?!_PYTHON_CLIENT)|TF_XLA|MOSAIC|PALLAS)_|NVIDIA_TF32_OVERRIDE|LIBTPU_INIT_ARGS"
-)
+# Variables of the environment that XLA reads, once. Those of the client say how memory is shared.
+VARIABLES = re.compile(r"(XLA(?!_PYTHON_CLIENT)|TF_XLA)_|NVIDIA_TF32_OVERRIDE|LIBTPU_INIT_ARGS")
+# Those of kernels are for developers, but for the paths that JAX itself sets when it is imported.
+FOR_KERNELS = re.compile(r"PALLAS_|MOSAIC_(?!GPU_(CUDA_ROOT|RUNTIME_LIB_PATH|NVSHMEM_\w+_PATH)$)")
 DISTRIBUTIONS = re.compile(r"(jax|jaxlib|nvidia|flax|numpy|ml_dtypes)[-_]")
 READ = "/jaxspec/executables/read_duration"  # event of jax.monitoring: a program came from disk
 QUIET = 1.0  # seconds without a call after which programs are written
@@ -280,15 +280,15 @@ def _settings(context: tuple[Any, ...]) -> str:
 def _variables() -> list[tuple[str, str]]:
     """Return the environment's variables for XLA; Undescribed if they do not say what XLA does.
 
-    XLA reads them once, when the first device is asked for. A kernel's export has a name without
-    those of Mosaic and Pallas, which are for developers.
+    XLA reads them when the first device is asked for. The name of a kernel's export has none.
     """
     found = _chosen()
     if found != VARIABLES_AT_IMPORT:
         raise Undescribed("a variable for XLA that has changed since the import")
-    for name, value in found:
-        if name.startswith(("MOSAIC", "PALLAS")):
+    for name in os.environ:
+        if FOR_KERNELS.match(name):
             raise Undescribed(f"the variable {name}")
+    for name, value in found:
         if any(Path(part).exists() for flag in value.split() for part in flag.split("=") if part):
             raise Undescribed(f"a file that {name} names")
     return found
