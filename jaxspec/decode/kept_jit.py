@@ -116,9 +116,8 @@ class KeptJit:
             try:
                 return recent.compiled(*arguments, **named)
             except (TypeError, ValueError):  # compiled for other arguments, or an error
-                failed = recent.compiled
                 call = self._call(args, named)
-                if call is None or self._compiled.get(call) is failed:
+                if call is not None and self._compiled.get(call) is recent.compiled:
                     raise
         call = self._call(args, named)
         if call is None:
@@ -161,7 +160,7 @@ class KeptJit:
 
 def _told(leaf: Any) -> tuple[Any, ...]:
     """Return what tells an argument from another: shape, dtype, whether it is weak or bound."""
-    if isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer):
+    if _is_on_device(leaf):
         return leaf.shape, leaf.dtype, leaf.weak_type, leaf.committed
     return getattr(leaf, "shape", None), getattr(leaf, "dtype", type(leaf))
 
@@ -171,9 +170,8 @@ def _binding(leaves: Iterable[Any]) -> Any:
 
     Its sharding may have another form after a program from disk, and is the same.
     """
-    bound = (
-        frozenset(x.devices())
-        for x in leaves
-        if isinstance(x, jax.Array) and not isinstance(x, Tracer) and x.committed
-    )
-    return next(bound, None)
+    return next((frozenset(x.devices()) for x in leaves if _is_on_device(x) and x.committed), None)
+
+
+def _is_on_device(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer)

@@ -533,8 +533,8 @@ def compile_fresh(compile: Callable[[], Any]) -> tuple[Any, bool]:
     and fails when it runs. So that cache takes no part. Serialising the 12 MB of a round of 32
     layers for it too would also hold Python's lock for another quarter of a second. JAX has no
     switch for one thread. But with metadata in its keys it finds none of the programs that it has
-    written without, and it writes none that took less time than infinity. A function that has run
-    before any program was kept comes from memory, wherever that has it from.
+    written without, and it writes none that took less time than infinity. A program that was
+    compiled earlier in this process is not kept: JAX may have read it from its cache.
     """
     new, read = COMPILATIONS.new, COMPILATIONS.read
     with (

@@ -171,6 +171,14 @@ def test_an_error_while_a_program_runs_is_raised_and_the_program_runs_once(
     assert len(calls) == 1
 
 
+def test_a_known_program_is_traced_into_another_one() -> None:
+    """Its last argument is an array, as before; an earlier one is traced."""
+    program, x, at = KeptJit(scaled, static=1, told_by=-1), jnp.ones(3), jnp.zeros(2, jnp.int32)
+    expected = program(2.0, WEIGHTS, x, at)
+    found = jax.jit(lambda weights: program(2.0, weights, x, at))(WEIGHTS)
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
 def test_an_error_of_the_arguments_is_raised() -> None:
     program = in_new_process()
     for _ in range(2):
