@@ -14,8 +14,8 @@ from jaxspec import drafts, models
 from jaxspec.cache import arrays
 from jaxspec.config.ops import XlaFlags
 from jaxspec.drafts import families, mtp
-from jaxspec.loading import executables
-from jaxspec.loading.executables import Call, Undescribed
+from jaxspec.loading import executables, program_names
+from jaxspec.loading.program_names import Call, Undescribed
 from jaxspec.sampling import logits
 
 # Modules with what a trace finds by a name in a config: read at each use, for they may change.
@@ -39,7 +39,7 @@ class Recent(NamedTuple):
     """The program that some arguments ran last.
 
     first:    the first static argument, held so that no other object gets its id
-    context:  executables.trace_context()
+    context:  program_names.trace_context()
     compiled: None: the jitted function runs
     """
 
@@ -109,7 +109,7 @@ class KeptJit:
         leaves, structure = jax.tree.flatten(arguments[self._told_by :])
         kinds = map(_told, leaves)
         key = (id(first), fixed, structure, *kinds, _binding(leaves))
-        recent, context = self._recent.get(key), executables.trace_context()
+        recent, context = self._recent.get(key), program_names.trace_context()
         if recent is not None and recent.context == context:
             if recent.compiled is None:
                 return self.jitted(*args, **named)

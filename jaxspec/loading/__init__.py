@@ -6,7 +6,8 @@ pair                names of a target and a head, which may name its target -> f
 default_target      SmolLM2-135M-Instruct, fetched and converted once (a program: prints the folder)
 cache               the cache folder, safe against two processes at once
 compilation_cache   compiled programs kept on disk between runs
-executables         those of rounds and prefills, found without a trace
+program_names       names of rounds and prefills, which need no trace
+executables         those programs on disk, found by their names
 gguf_file           llama.cpp's GGUF -> a Hugging Face folder
 gguf_header         the header of a GGUF, checked against the file
 gguf_metadata       its values, of types that are checked

@@ -15,7 +15,7 @@ import pytest
 from jax._src import compilation_cache
 
 from jaxspec.decode.kept_jit import KeptJit
-from jaxspec.loading import executables
+from jaxspec.loading import executables, program_names
 from tests.support.compilations import counting_compilations
 from tests.support.devices import run_on_devices
 from tests.support.slow import slow
@@ -25,9 +25,9 @@ TRACES: list[str] = []
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    monkeypatch.setattr(executables, "PACKAGES", (*executables.PACKAGES, "tests"))
+    monkeypatch.setattr(program_names, "PACKAGES", (*program_names.PACKAGES, "tests"))
     monkeypatch.setattr(executables, "STORE", executables.Store())
-    monkeypatch.setattr(executables, "VARIABLES_AT_IMPORT", executables._chosen())
+    monkeypatch.setattr(program_names, "VARIABLES_AT_IMPORT", program_names._chosen())
     executables.keep_in(tmp_path / "kept")
     TRACES.clear()
     with executables.written_at_once():

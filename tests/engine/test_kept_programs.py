@@ -13,7 +13,7 @@ from jaxspec import LLM, SamplingParams, SpeculativeConfig
 from jaxspec.config import EngineConfig
 from jaxspec.decode import programs, slots
 from jaxspec.decode.kept_jit import KeptJit
-from jaxspec.loading import executables
+from jaxspec.loading import executables, program_names
 from tests.support.compilations import counting_compilations
 from tests.support.tiny import agreeing_model, random_prompts
 
@@ -24,7 +24,7 @@ GREEDY = SamplingParams(0.0, max_tokens=6)
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setattr(executables, "STORE", executables.Store())
-    monkeypatch.setattr(executables, "VARIABLES_AT_IMPORT", executables._chosen())
+    monkeypatch.setattr(program_names, "VARIABLES_AT_IMPORT", program_names._chosen())
     executables.keep_in(tmp_path)
     yield tmp_path
     executables.STORE.write_waiting()
