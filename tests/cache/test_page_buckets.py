@@ -16,6 +16,8 @@ from jaxspec.config import REFERENCE_OPS, CacheGroup
 from jaxspec.engine.buckets import Buckets
 from tests.support.tiny import ATTENTION, random_prompts, tiny_model
 
+pytestmark = pytest.mark.once
+
 K, BUCKET = 5, 128
 
 

@@ -35,6 +35,7 @@ from scripts import bench_kernels
 from tests.commands.conftest import runner
 from tests.drafts.test_block_configs import read
 from tests.support.devices import run_on_devices
+from tests.support.slow import slow
 from tests.support.tiny import sampling_state
 
 TINY = Case("tiny", batch=3, context=70)
@@ -57,7 +58,7 @@ def weights() -> workload.Weights:
     ("method", "temperature", "rule"),
     [
         ("eagle3", 1, "probabilistic"),
-        ("eagle", 0, "strict"),
+        slow("eagle", 0, "strict"),
         ("dspark", 1, "block"),
         ("draft_model", 1, "probabilistic"),
     ],

@@ -34,6 +34,8 @@ from tests.support.tiny import (
 )
 from tests.support.toys import toy_config
 
+pytestmark = pytest.mark.once
+
 K = 3
 # Of a toy draft that is accepted half of the time, so that each request has its own number.
 THRESHOLDS = (0, 620, 700)
@@ -56,7 +58,6 @@ def adaptive_config(rule: str) -> Any:
     return toy_config(trials.V, K, rule, adaptive=True, limits_drafts=True)
 
 
-@pytest.mark.once
 @pytest.mark.optimised
 @pytest.mark.usefixtures("toy_families")
 @pytest.mark.parametrize(
@@ -76,7 +77,6 @@ def test_text_follows_the_target_over_several_rounds(rule: str, size: int) -> No
     assert {int(n) for n in np.unique(played.counts[3])} == {1, 2, 3, 4}, "the numbers differ"
 
 
-@pytest.mark.once
 @pytest.mark.optimised
 @pytest.mark.usefixtures("toy_families")
 @pytest.mark.parametrize("rule", ["probabilistic", slow("block")])

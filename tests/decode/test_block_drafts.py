@@ -35,6 +35,8 @@ from tests.support.tiny import (
     tiny_model,
 )
 
+pytestmark = pytest.mark.once
+
 # --- greedy text
 # --------------------------------------------------------------------------------------------------
 

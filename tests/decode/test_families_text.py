@@ -10,6 +10,8 @@ import pytest
 from tests.support.families import PAIRS, family_model
 from tests.support.tiny import generate, random_prompts, sampling_state
 
+pytestmark = pytest.mark.once
+
 LENGTHS, MAX_TOKENS = (5, 9, 1), (22, 17, 3)
 QUICK = {"deepseek_v4": (5,)}  # the others: 3
 CASES = [

@@ -30,6 +30,8 @@ from tests.support.tiny import (
     start,
 )
 
+pytestmark = pytest.mark.once
+
 # --- who takes part
 # --------------------------------------------------------------------------------------------------
 

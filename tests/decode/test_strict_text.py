@@ -7,6 +7,8 @@ import pytest
 
 from tests.support.tiny import agreeing_model, generate, random_prompts, sampling_state
 
+pytestmark = pytest.mark.once
+
 LENGTHS, MAX_TOKENS, TEMPERATURES = (5, 9, 1), 20, (0.5, 0.7, 1.0)
 
 

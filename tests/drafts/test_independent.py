@@ -23,6 +23,8 @@ from tests.support.slow import slow, slow_unless
 from tests.support.statistics import within_limit
 from tests.support.tiny import Model, Run, generate, random_prompts, sampling_state
 
+pytestmark = pytest.mark.once
+
 LENGTHS, MAX_TOKENS = (5, 9, 1, 4), (24, 33, 21, 2)
 FAMILIES = ("llama", "gpt_oss", "llama4_text", "qwen3_moe", "glm4_moe_lite", "deepseek_v4")
 RULES = ("probabilistic", "block", "strict")

@@ -39,6 +39,8 @@ from tests.support.statistics import within_limit
 from tests.support.tiny import VOCAB, agreeing_model, random_prompts, sampling_state
 from tests.support.toys import PEAK, ToyTarget, toy_config
 
+pytestmark = pytest.mark.once
+
 K, LIMIT = 3, 96
 MODEL = agreeing_model("eagle")  # its target alone
 NGRAM = MODEL_FREE["ngram"]

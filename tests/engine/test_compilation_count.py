@@ -40,7 +40,12 @@ def engine(model: Model, rule: str = "probabilistic", **changes: Any) -> LLM:
 @pytest.mark.usefixtures("toy_families")
 @pytest.mark.parametrize(
     ("speculative", "per_step", "is_large"),
-    [slow(True, 1, False), (True, 1, True), (True, 3, False), slow(False, 1, False)],
+    [
+        slow(True, 1, False),
+        pytest.param(True, 1, True, marks=pytest.mark.once),
+        (True, 3, False),
+        slow(False, 1, False),
+    ],
 )
 def test_nothing_compiles_after_warm_up(
     speculative: bool, per_step: int, is_large: bool, monkeypatch: pytest.MonkeyPatch

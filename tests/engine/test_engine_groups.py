@@ -26,6 +26,8 @@ from tests.support.compilations import counting_compilations
 from tests.support.families import family_model
 from tests.support.tiny import VOCAB, Model
 
+pytestmark = pytest.mark.once
+
 LIMIT, SIZE, K, ROOM = 96, 4, 3, 200
 KINDS = [SamplingParams(0.0), SamplingParams(1.0)]
 # Target, method, the draft's own window, and what the groups see of the past.

@@ -23,6 +23,8 @@ from jaxspec.engine.runner import ModelRunner
 from jaxspec.engine.scheduler import Scheduler
 from tests.engine.test_engine_requests import all_free, make
 
+pytestmark = pytest.mark.once
+
 GREEDY = SamplingParams(0.0, max_tokens=20, ignore_eos=True)
 LONG = SamplingParams(0.0, max_tokens=40, ignore_eos=True)
 VICTIM = [20, 21, 22]

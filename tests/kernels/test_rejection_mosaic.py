@@ -26,6 +26,7 @@ from pallas_kernels.rejection_sampling.shapes import SHAPES, Shape, make_inputs
 from tests.kernels.interpreter import interpreted, needs_mosaic
 from tests.kernels.rejection import oracle
 from tests.kernels.rejection.inputs import Inputs, emitted
+from tests.support.slow import slow_unless
 
 TINY = [name for name in SHAPES if name.startswith("tiny")]
 REAL = [name for name in SHAPES if not name.startswith("tiny")]
@@ -154,7 +155,13 @@ def test_interpreted_kernels_at_real_vocabularies(name: str) -> None:
 
 
 @needs_mosaic
-@pytest.mark.parametrize("name", [*RULES.values(), *(name for name in TINY if "drawn" in name)])
+@pytest.mark.parametrize(
+    "name",
+    slow_unless(
+        ["tiny", "tiny-block", "tiny-drawn", "tiny-drawn-synthetic"],
+        [*RULES.values(), *(name for name in TINY if "drawn" in name)],
+    ),
+)
 def test_a_request_alone_gives_the_tokens_it_gives_in_a_batch(name: str) -> None:
     arguments = arguments_of(SHAPES[name])
     tokens, num_sampled = interpret(arguments)

@@ -84,10 +84,10 @@ def test_speculative_text_is_the_plain_text_of_the_same_quantised_target(
 @pytest.mark.parametrize(
     ("form", "slots"),
     [
-        *((form, slots) for form in ("fp8", "fp8-block", "fp8 caches") for slots in (1, 4)),
-        *(("experts", 1), ("experts", 4), ("latents", 4), ("groups", 1)),
+        *((form, slots) for form in ("fp8", "fp8 caches") for slots in (1, 4)),
+        *(("fp8-block", 4), ("experts", 4), ("latents", 4), ("groups", 1)),
         *(slow(form, slots) for form in ("static", "fp8 experts") for slots in (1, 4)),
-        *(slow("latents", 1), slow("groups", 4)),
+        *(slow("fp8-block", 1), slow("experts", 1), slow("latents", 1), slow("groups", 4)),
     ],
 )
 def test_speculation_leaves_the_bits_of_logprobs(

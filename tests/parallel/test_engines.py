@@ -70,7 +70,11 @@ PROCESSES = [
 
 @pytest.mark.parametrize(
     "cases",
-    [*(pytest.param(cases) for cases in PROCESSES[:2]), *(slow(c) for c in PROCESSES[2:])],
+    [
+        pytest.param(PROCESSES[0], marks=pytest.mark.once),
+        pytest.param(PROCESSES[1]),
+        *(slow(cases) for cases in PROCESSES[2:]),
+    ],
     ids=lambda cases: cases[0].replace(" ", "-"),
 )
 def test_tokens_and_counts_are_those_of_one_device(cases: tuple[str, ...]) -> None:

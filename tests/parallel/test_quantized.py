@@ -7,6 +7,7 @@ from pathlib import Path
 
 import jax
 import numpy as np
+import pytest
 from safetensors.numpy import save_file
 
 from jaxspec import models
@@ -14,6 +15,8 @@ from jaxspec.layers.params import is_spec
 from jaxspec.loading.conversion import convert_checkpoint
 from tests.support import quantized
 from tests.support.devices import run_on_devices
+
+pytestmark = pytest.mark.once
 
 # Both devices hold whole blocks of 128.
 SHARED = quantized.WIDE | {"head_dim": 128}

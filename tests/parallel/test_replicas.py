@@ -12,6 +12,8 @@ from jaxspec.loading.placement import choose_placements
 from tests.support.devices import run_on_devices
 from tests.support.slow import slow
 
+pytestmark = pytest.mark.once
+
 MODULE = Path(__file__).with_name("replicas_on_devices.py")
 
 

@@ -28,7 +28,7 @@ TABLE = {"table": jnp.asarray(2 * RNG.normal(size=(V, V)), jnp.float32)}
 PROMPTS = [[1, 2, 3], [4, 5]]
 PAIRS = [(a, b) for a in range(V) for b in range(V) if (a + b) % 3 == 0]
 
-pytestmark = pytest.mark.usefixtures("toy_families")
+pytestmark = [pytest.mark.once, pytest.mark.usefixtures("toy_families")]
 
 
 class Letters:

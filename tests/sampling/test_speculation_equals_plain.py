@@ -28,7 +28,7 @@ TRIPLES = [
     (a, b, c) for a, b, c in product(range(0, V, 2), range(V), range(V)) if (a + b + c) % 7 == 0
 ] + [(4,), (9, 9, 9, 9, 8)]
 
-pytestmark = pytest.mark.usefixtures("toy_families")
+pytestmark = [pytest.mark.once, pytest.mark.usefixtures("toy_families")]
 
 
 def requests(temperature: float) -> list[SamplingParams]:
