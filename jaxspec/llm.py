@@ -170,7 +170,7 @@ class LLM:
                     weights,
                 )
             if self.config.num_gpu_blocks_override is not None:
-                self.runner.check_room()  # ConfigError now, not with the first request
+                self.runner.resident.check_room()  # ConfigError now, not with the first request
 
     def _start(self, parts: Parts, weights: Sequence[Params]) -> None:
         """Make the engines."""
@@ -252,7 +252,7 @@ class LLM:
         self.engines = tuple(map(Engine, runners))
         self.serving = self.engines[0] if len(self.engines) == 1 else Replicas(self.engines)
         self._driver = Driver(self.serving)
-        self._channel = self.runner.channel
+        self._channel = self.runner.resident.channel
         if self._channel is not None and self._channel.leads:
             # Streams hold the driver, so it may outlive this object.
             weakref.finalize(self._driver, self._channel.close, "its leader has ended")
@@ -415,7 +415,7 @@ class LLM:
         in process 0, and where there are no others.
         """
         if self.follows:
-            self.runner.follow()
+            self.runner.resident.follow()
 
     def close(self) -> None:
         """Let the processes that follow this one go on with what comes after `follow`."""

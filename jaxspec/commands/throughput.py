@@ -229,7 +229,7 @@ def main(
                 json_file.write(record)
             print(line(record["runs"][-1]), flush=True)
         for each in llm.engines:
-            each.runner.forget()  # the next engine's KV cache takes its place
+            each.runner.resident.forget()  # the next engine's KV cache takes its place
     for size, length in itertools.product(grid.concurrency, grid.output_len):
         of_table = [
             r for r in record["runs"] if (r["concurrency"], r["output_len"]) == (size, length)

@@ -106,3 +106,10 @@ class Shapes:
 def power_of_two(n: int) -> int:
     """Return the smallest power of two that is at least n."""
     return 1 << (n - 1).bit_length()
+
+
+def way(buckets: Sequence[int], start: int, end: int) -> list[int]:
+    """Return the buckets after `start` on the way to `end`."""
+    at, to = buckets.index(start), buckets.index(end)
+    step = 1 if to > at else -1
+    return [buckets[i] for i in range(at + step, to + step, step)] if at != to else []

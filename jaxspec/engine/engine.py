@@ -158,7 +158,7 @@ class Engine:
     def _make_scheduler(self) -> Scheduler:
         config, runner = self.runner.config, self.runner
         assert config.batch_buckets is not None
-        runner.check_room()
+        runner.resident.check_room()
         settings = SchedulerConfig(
             max_num_seqs=config.max_num_seqs,
             buckets=config.batch_buckets,
@@ -213,7 +213,7 @@ class Engine:
         to wait for it too. So no more than one for each slot does.
         """
         slots = self.runner.config.max_num_seqs
-        return slots - len(self._live) + min(self.runner.num_waiting_for_programs, slots)
+        return slots - len(self._live) + min(self.runner.compiler.num_waiting, slots)
 
     @property
     def would_wait(self) -> bool:
@@ -335,7 +335,7 @@ class Engine:
     def _forget(self) -> None:
         self._in_flight.clear()
         self._scheduler = None
-        self.runner.forget()
+        self.runner.resident.forget()
         self._features_at = -1
 
     # --- after a step that failed ----------------------------------------------------------------
@@ -441,29 +441,29 @@ class Engine:
         The counterpart of set_state, after its requests have ended.
         """
         self._in_flight.clear()
-        return self.runner.take_state()
+        return self.runner.resident.take_state()
 
     # --- one step --------------------------------------------------------------------------------
 
     def _step(self) -> None:
-        scheduler, runner = self.scheduler, self.runner
+        scheduler, runner, resident = self.scheduler, self.runner, self.runner.resident
         self._lacks_result = False
         self._drop_idle_results()
         if not self._in_flight and not self.others_run():
             self.stats.clock = time.perf_counter()
-        runner.poll()
+        runner.compiler.poll()
         refused: dict[Request, ConfigError] = {}
         step = scheduler.schedule(self._admission_test(refused), self._may_shrink)
         for request, error in refused.items():
             self._fail(request, error)
-        runner.deactivate(step.cleared)
+        resident.deactivate(step.cleared)
         if step.sources is not None:
-            runner.move(step.sources)
+            resident.move(step.sources)
         running = list(scheduler.running)
         if self.choice is not None:
             for request in step.admitted:
                 request.acceptance = request.acceptance or self.choice.begin(
-                    greedy=request.params.greedy, batch=runner.num_slots
+                    greedy=request.params.greedy, batch=resident.num_slots
                 )
         failed = runner.admit(step.admitted, running) if step.admitted else {}
         features = (
@@ -519,7 +519,7 @@ class Engine:
                 others.append(new)
                 needed |= features_of([new.params])
             try:
-                return self.runner.may_admit(
+                return self.runner.compiler.may_admit(
                     request, needed, others, alone=not (others or others_run)
                 )
             except ConfigError as e:
@@ -530,7 +530,7 @@ class Engine:
 
     def _may_shrink(self, size: int) -> bool:
         running = list(self.scheduler.running)
-        return self.runner.may_shrink(size, self._running_features(), running)
+        return self.runner.compiler.may_shrink(size, self._running_features(), running)
 
     def _drop_idle_results(self) -> None:
         """Drop the rounds that were launched before the last request's end was read."""
@@ -551,7 +551,7 @@ class Engine:
             if not self._read_unless_others_wait():
                 return False
             found = scheduler.schedule_rounds()
-        runner.deactivate(found.cleared)
+        runner.resident.deactivate(found.cleared)
         if not found.requests:
             return False
         features = replace(self._running_features(), prompt_logprobs=False)
@@ -569,7 +569,7 @@ class Engine:
                 rows,
                 is_round=True,
                 num_speculative_tokens=K,
-                batch=runner.num_slots,
+                batch=runner.resident.num_slots,
             )
         )
         return True
@@ -586,9 +586,9 @@ class Engine:
         ]
         return choice.choose(
             candidates,
-            self.runner.num_slots,
+            self.runner.resident.num_slots,
             per_step,
-            partial(self.runner.is_compiled, features, requests),
+            partial(self.runner.compiler.is_compiled, features, requests),
         )
 
     def _allowed_drafts(self, request: Request, K: int, *, longest: bool = False) -> int:
@@ -663,7 +663,7 @@ class Engine:
             self.stats.timings.prefill_seconds += now - self.stats.clock
         self.stats.clock = now
         if verification.overflowed is not None and not self._logits_seen:
-            check_first_logits(verification, self.runner.params["target"])
+            check_first_logits(verification, self.runner.resident.params["target"])
             self._logits_seen = bool(verification.num_sampled.any())
         for chunk, tiles in result.prompts:
             try:
@@ -683,7 +683,7 @@ class Engine:
         never read (Ctrl-C), and if another engine on the devices launched it.
         """
         if now - self._answered_at > SUSPICIOUS_SECONDS:
-            self.runner.check_devices()
+            self.runner.resident.check_devices()
             self._answered_at = now
         else:
             self._answered_at = max(self._answered_at, result.launched)
@@ -801,7 +801,7 @@ class Engine:
             if isinstance(e, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(e):
                 raise ConfigError(self._out_of_memory()) from e
             raise
-        self.runner.move([-1] * len(self.scheduler.rows))
+        self.runner.resident.move([-1] * len(self.scheduler.rows))
         return count
 
     def _out_of_memory(self) -> str:
@@ -831,7 +831,7 @@ def _draft_choice(runner: ModelRunner) -> DraftChoice | None:
     assert speculative is not None and cfg.draft is not None
     fixed_k = runner.config.batch_invariant
     # A sampled text depends on the bytes of the weights, and shall not depend on the devices.
-    params = as_on_one_device(cfg.placement, cfg.target, cfg.draft, runner.params)
+    params = as_on_one_device(cfg.placement, cfg.target, cfg.draft, runner.resident.params)
     return DraftChoice(speculative, cfg.target, cfg.draft, params, fixed_k=fixed_k)
 
 

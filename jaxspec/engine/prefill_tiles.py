@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,6 +10,21 @@ import numpy as np
 
 from jaxspec.decode.slots import PromptRows
 from jaxspec.drafts.drafter import PromptChunk
+from jaxspec.engine.request import slot_of
+from jaxspec.engine.scheduler import Chunk
+
+Placed = tuple[Chunk, int]  # the chunk that a tile belongs to, and the offset of its tokens there
+
+
+def in_tiles(chunks: Sequence[Chunk], prefill_tile: int) -> tuple[list[Placed], list[range]]:
+    """Return the tiles of these chunks in order, and the range of tiles that each chunk has."""
+    placed: list[Placed] = []
+    rows: list[range] = []
+    for chunk in chunks:
+        first = len(placed)
+        placed += [(chunk, offset) for offset in range(0, len(chunk.token_ids), prefill_tile)]
+        rows.append(range(first, len(placed)))
+    return placed, rows
 
 
 @dataclass(frozen=True)
@@ -50,7 +66,7 @@ class PrefillTiles:
         block_tables: Any,
         rows: PromptRows,
     ) -> PrefillTiles:
-        """Return tiles that hold no request; the caller fills in those that do.
+        """Return tiles that hold no request; `fill` writes those that do.
 
         num_slots: of the batch; max_ending: prompts that may end in the call
         """
@@ -69,3 +85,17 @@ class PrefillTiles:
             column(-1),
             rows,
         )
+
+    def fill(self, placed: Sequence[Placed]) -> None:
+        """Write the tokens of these tiles, which are the first ones of the call."""
+        ended, tile = 0, self.tokens.shape[1]
+        for row, (chunk, offset) in enumerate(placed):
+            end = offset + tile
+            part = chunk.token_ids[offset:end]
+            self.tokens[row, : len(part)] = part
+            self.start[row], self.num_tokens[row] = chunk.start + offset, len(part)
+            is_last = end >= len(chunk.token_ids)
+            self.next_prompt_token[row] = chunk.next_token if is_last else chunk.token_ids[end]
+            if is_last and chunk.ends:
+                self.slots[ended], self.ending[ended] = slot_of(chunk.request), row
+                ended += 1

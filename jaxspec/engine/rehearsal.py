@@ -20,8 +20,14 @@ from jaxspec.decode import several_rounds as rounds
 from jaxspec.decode.kept_jit import KeptJit
 from jaxspec.decode.packed import pack
 from jaxspec.decode.slots import ADMISSIONS
+from jaxspec.decode.spread import shardings
 from jaxspec.decode.state import DecodeState
+from jaxspec.engine.buckets import Buckets, way
 from jaxspec.engine.prefill_tiles import PrefillTiles
+from jaxspec.engine.program_choice import ProgramChoice
+from jaxspec.engine.request_rows import RequestRows, processor_rows
+from jaxspec.engine.resident import Resident
+from jaxspec.engine.round_configs import RoundConfigs
 from jaxspec.engine.variants import PrefillShape, RoundShape, Variant
 from jaxspec.layers.params import Params
 from jaxspec.sampling.rows import StateLayout, repeated
@@ -136,6 +142,114 @@ class Rehearsal:
         return [(each.shape, each.variant) for each in (*self.prefills, self.rounds)]
 
 
+class Rehearsals:
+    """Make the rehearsals of programs that run on the resident state."""
+
+    def __init__(
+        self,
+        resident: Resident,
+        choice: ProgramChoice,
+        configs: RoundConfigs,
+        buckets: Buckets,
+        rows: RequestRows,
+    ) -> None:
+        self._resident, self._choice = resident, choice
+        self._configs, self._buckets, self._rows = configs, buckets, rows
+
+    @property
+    def are_possible(self) -> bool:
+        """Whether the programs are those that a Rehearsal compiles."""
+        return (
+            self._buckets.config.compilation == "round"
+            and self._resident.round_program is rounds.run_rounds
+            and self._resident.channel is None  # all processes compile together
+        )
+
+    def of_admission(
+        self,
+        variant: Variant,
+        of_prefill: Variant,
+        shape: RoundShape,
+        prefills: Sequence[PrefillShape],
+    ) -> Rehearsal:
+        """Return that of all programs that lead from the state as it is to a variant's rounds.
+
+        prefills: the shapes of its calls, of which those that are compiled are left out
+        """
+        resident, buckets = self._resident, self._buckets.config.batch_buckets
+        assert buckets is not None
+        layout, moves, at = variant.layout(resident.needed), [], resident.num_slots
+        for batch in way(buckets, at, shape.batch):
+            moves.append(move_call(self.rows_in(resident.layout, at), batch))
+            at = batch
+        return Rehearsal(
+            resident.params,
+            moves,
+            layout,
+            self.rows_in(resident.layout, at),
+            self.of_slots(layout, at),
+            [
+                self.of_prefill(of_prefill, each)
+                for each in prefills
+                if not self._choice.variants.has(each, of_prefill)
+            ],
+            self.of_rounds(variant, shape),
+        )
+
+    def of_slots(self, layout: StateLayout, batch: int) -> SlotsRehearsal:
+        """Return that of the small programs."""
+        return SlotsRehearsal(
+            self.state_in(layout, batch),
+            self.ended_in(layout),
+            processor_rows([], layout) if layout.held else {},
+        )
+
+    def of_rounds(self, variant: Variant, shape: RoundShape) -> RoundRehearsal:
+        """Return that of a variant's rounds."""
+        return RoundRehearsal(
+            shape,
+            variant,
+            self._choice.round_config(variant, shape),
+            self._resident.rounds_per_step,
+            self._resident.tables.idle(shape.batch, shape.pages),
+        )
+
+    def of_prefill(self, variant: Variant, shape: PrefillShape) -> PrefillRehearsal:
+        """Return that of a variant's prefill call."""
+        tiles = self.idle_tiles(shape, variant.layout(self._resident.needed))
+        return PrefillRehearsal(shape, variant, self._choice.prefill_config(variant), tiles)
+
+    def idle_tiles(self, shape: PrefillShape, layout: StateLayout) -> PrefillTiles:
+        """Return the tiles of a prefill call that holds no request."""
+        tables = self._resident.tables.idle(shape.tiles, shape.pages)
+        rows = self._rows.of_prompts([], shape.tiles, layout)
+        return PrefillTiles.idle(
+            self._buckets.prefill_tile,
+            self._resident.num_slots,
+            self._buckets.max_ending,
+            tables,
+            rows,
+        )
+
+    def rows_in(self, layout: StateLayout, batch: int) -> DecodeState:
+        """Return the shapes of the state without caches in a layout and a batch."""
+        state, cfg = self._resident.state, self._configs.greedy
+        rows = slots.shapes_in(slots.without_caches(state), layout, batch)
+        if cfg.placement.mesh is not None:
+            return jax.tree.map(lambda x, to: x.update(sharding=to), rows, shardings(cfg, rows))
+        sharding = state.seq_lens.sharding
+        return jax.tree.map(lambda x: x.update(sharding=sharding), rows)
+
+    def state_in(self, layout: StateLayout, batch: int) -> DecodeState:
+        """As rows_in, with the caches of the state."""
+        caches = jax.tree.map(_shape_of, self._resident.state)
+        return slots.with_caches(self.rows_in(layout, batch), caches)
+
+    def ended_in(self, layout: StateLayout) -> DecodeState:
+        """As state_in, with a row for each prompt that ends in a prefill call."""
+        return self.state_in(layout, self._buckets.max_ending)
+
+
 def move_call(rows: DecodeState, batch: int) -> Call:
     """Return the call that moves slots to a batch of another size.
 
@@ -165,7 +279,7 @@ def different(calls: Iterator[Call]) -> Iterator[Call]:
             yield function, args
 
 
-def shape_of(x: jax.Array) -> jax.ShapeDtypeStruct:
+def _shape_of(x: jax.Array) -> jax.ShapeDtypeStruct:
     """Return the shape of an array, with its sharding where that is fixed."""
     sharding = x.sharding if x.committed else None
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding, weak_type=x.weak_type)

@@ -176,3 +176,12 @@ class Request:
             if self.finish_reason:
                 return count
         return len(tokens)
+
+
+def slot_of(request: Request) -> int:
+    """Return the slot of a request that is admitted or prefilled.
+
+    Only a round, or reading a result, takes slots away, and both come after.
+    """
+    assert request.slot is not None
+    return request.slot

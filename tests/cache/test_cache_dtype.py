@@ -126,7 +126,7 @@ def test_speculation_gives_the_text_of_plain_decoding(name: str) -> None:
     outputs = llm.generate(PROMPTS, GREEDY)
     assert [o.token_ids for o in outputs] == [o.token_ids for o in plain]
     assert llm.metrics.mean_acceptance_length > 1.3
-    state = llm.runner.state
+    state = llm.runner.resident.state
     assert set(dtypes_of((state.target_caches, state.draft.caches))) == {BFLOAT16}
     assert set(dtypes_of(llm.params)) == {state.draft.pending_hidden.dtype} == {FLOAT32}
 
@@ -134,7 +134,7 @@ def test_speculation_gives_the_text_of_plain_decoding(name: str) -> None:
 @pytest.mark.parametrize("name", ENGINES)
 def test_the_pools_count_the_bytes_of_the_arrays(name: str) -> None:
     runner = engine(name).runner
-    caches = runner.state.target_caches, runner.state.draft.caches
+    caches = runner.resident.state.target_caches, runner.resident.state.draft.caches
     held = sum(array.nbytes for array in jax.tree.leaves(caches))
     assert runner.memory.cache_bytes == held > 0
     wide = block_bytes(runner.configs.greedy, FLOAT32)
@@ -155,7 +155,7 @@ def test_speculation_over_fp8_caches_gives_the_text_of_plain_decoding() -> None:
     outputs = llm.generate(PROMPTS, GREEDY)
     assert [o.token_ids for o in outputs] == [o.token_ids for o in plain]
     assert llm.metrics.mean_acceptance_length > 1.3
-    state = llm.runner.state
+    state = llm.runner.resident.state
     assert set(dtypes_of((state.target_caches, state.draft.caches))) == {jnp.dtype("float8_e4m3fn")}
     wide = block_bytes(llm.runner.configs.greedy, FLOAT32)
     assert [4 * size for size in llm.runner.memory.block_bytes] == list(wide)
@@ -191,7 +191,7 @@ def test_a_draft_may_keep_another_dtype_than_an_fp8_target() -> None:
     llm = mixed_engine()
     assert tokens_of(llm, PROMPTS) == tokens_of(llm.on_same_weights(speculative=False), PROMPTS)
     assert llm.metrics.mean_acceptance_length > 1.3
-    state = llm.runner.state
+    state = llm.runner.resident.state
     assert set(dtypes_of(state.target_caches)) == {FP8}
     assert set(dtypes_of(state.draft.caches)) == {BFLOAT16}
     held = [each.nbytes for each in jax.tree.leaves((state.target_caches, state.draft.caches))]
@@ -201,8 +201,8 @@ def test_a_draft_may_keep_another_dtype_than_an_fp8_target() -> None:
 
 def codes_of(llm: LLM, length: int) -> list[np.ndarray]:
     """The keys and values of the first request's first tokens, in a cache of its own."""
-    caches = jax.tree.leaves(llm.runner.state.target_caches)
-    pages = llm.runner.tables._tables[0][0][: -(-length // 4)]
+    caches = jax.tree.leaves(llm.runner.resident.state.target_caches)
+    pages = llm.runner.resident.tables._tables[0][0][: -(-length // 4)]
     return [np.asarray(c)[pages].reshape(-1, *c.shape[2:])[:length] for c in caches]
 
 

@@ -183,7 +183,7 @@ def test_first_tokens_are_of_prompts_that_are_computed_whole(weights, monkeypatc
     assert load.llm.scheduling.num_prefix_hits == 0 and load.llm.metrics.num_drafts == 0
     assert all(request.num_generated == 1 for request, _ in chunks)
     # The parts after it find the rows that they start from, and one copy of the caches.
-    assert all(x.is_deleted() for x in old) and load.engine.runner._state is None
+    assert all(x.is_deleted() for x in old) and load.engine.runner.resident._state is None
     assert not load.engine.has_requests
     now = np.asarray(load.state.next_token), np.asarray(load.state.draft_limit)
     np.testing.assert_array_equal(rows, now)

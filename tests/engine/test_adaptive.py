@@ -189,7 +189,7 @@ def test_mixed_requests_whose_drafts_fall_back_keep_their_text_when_they_are_pre
     for prompt, own, text in zip(prompts, params, texts, strict=True):
         assert cold.generate([prompt], own)[0].token_ids == text
         request, slot = last[-1]
-        acceptance = cold.runner.state.acceptance
+        acceptance = cold.runner.resident.state.acceptance
         assert acceptance is not None and request.acceptance is not None
         on_device = [int(counts[slot]) for counts in acceptance.estimate]
         assert on_device == list(request.acceptance.estimate)

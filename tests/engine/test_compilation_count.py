@@ -318,7 +318,7 @@ def test_ctrl_c_while_compiling_ahead_leaves_a_usable_engine(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(llm.runner, "round_program", interrupted)
+        patch.setattr(llm.runner.resident, "round_program", interrupted)
         with pytest.raises(KeyboardInterrupt):
             llm.warmup(sampling_params=[SamplingParams(0.0)])
     again = llm.generate([[1, 2], [3]], SamplingParams(0.0, max_tokens=5))

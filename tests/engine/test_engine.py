@@ -456,7 +456,7 @@ def test_an_engine_goes_on_from_a_state_made_elsewhere() -> None:
     cached, following = request.all_token_ids[:-1], request.all_token_ids[-1]
     later = Request(cached, GREEDY, 6, draft_limit=K, metrics=SpecDecodeMetrics(K))
     with pytest.raises(ConfigError, match="expected no requests in the engine, got some that run"):
-        one.engine.set_state(one.runner.state, [later], [request.blocks[0].blocks])
+        one.engine.set_state(one.runner.resident.state, [later], [request.blocks[0].blocks])
     other.engine.set_state(one.engine.take_state(), [later], [request.blocks[0].blocks])
     while other.engine.has_requests:
         other.engine.step()

@@ -14,8 +14,9 @@ import jax
 import pytest
 
 from jaxspec import LLM, ConfigError, EngineError, Increment, SamplingParams
+from jaxspec.decode import mailboxes
 from jaxspec.engine import engine as engine_module
-from jaxspec.engine import runner as runner_module
+from jaxspec.engine import request_rows
 from jaxspec.engine.block_tables import BlockTables
 from jaxspec.engine.detokenizer import Detokenizer
 from jaxspec.engine.input_processor import InputProcessor
@@ -46,7 +47,7 @@ STAGES: dict[str, tuple[Any, str, Callable[..., bool]]] = {
     "input": (InputProcessor, "_encode", lambda _s, _i, prompt, _chat: list(prompt) == VICTIM),
     "admission": (Scheduler, "_give_blocks", lambda _s, request, **_: is_victim(request)),
     "sampling state": (
-        runner_module,
+        request_rows,
         "sampling_rows",
         lambda _layout, requests, **_: any(r.params.seed == 777 for r in requests),
     ),
@@ -222,9 +223,8 @@ def test_a_silent_device_is_named_in_each_call_and_the_llm_goes_on(
     with monkeypatch.context() as patch:
         patch.setattr(engine_module, "SUSPICIOUS_SECONDS", -1.0)
         errors = ["expected device 1 to answer 0"]
-        of_device = runner_module.mailboxes
-        patch.setattr(of_device, "num_failures", lambda _: len(errors))
-        patch.setattr(of_device, "silent_rank", lambda _, seen: next(iter(errors[seen:]), None))
+        patch.setattr(mailboxes, "num_failures", lambda _: len(errors))
+        patch.setattr(mailboxes, "silent_rank", lambda _, seen: next(iter(errors[seen:]), None))
         with pytest.raises(EngineError, match="expected device 1 to answer 0"):
             llm.generate(OTHERS, GREEDY)
         with pytest.raises(EngineError, match="expected device 1 to answer 0"):
@@ -242,8 +242,8 @@ class Silence:
         self.slept, self.checks = 0.0, 0
         clock = SimpleNamespace(perf_counter=lambda: time.perf_counter() + self.slept)
         monkeypatch.setattr(engine_module, "time", clock)
-        monkeypatch.setattr(runner_module.mailboxes, "num_failures", lambda _: 0)
-        monkeypatch.setattr(runner_module.mailboxes, "silent_rank", self.read)
+        monkeypatch.setattr(mailboxes, "num_failures", lambda _: 0)
+        monkeypatch.setattr(mailboxes, "silent_rank", self.read)
 
     def read(self, cfg: Any, seen: int) -> str | None:
         self.checks += 1

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from jaxspec import LLM, ConfigError, EngineConfig, SamplingParams, SpeculativeConfig
-from jaxspec.engine import runner as runner_module
+from jaxspec.engine import background_compiler
 from jaxspec.engine.rehearsal import Rehearsal
 from jaxspec.engine.request import Request
 from tests.engine.test_engine_requests import all_free
@@ -160,13 +160,13 @@ def test_a_request_that_waits_runs_once_it_is_alone(compiler: SlowCompiler) -> N
 def test_a_mixture_that_lasts_gets_programs_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """A greedy request after one with penalties runs in that one's programs at once."""
     llm = engine()
-    monkeypatch.setattr(runner_module, "EXACT_AFTER", 4)
+    monkeypatch.setattr(background_compiler, "EXACT_AFTER", 4)
     llm.generate([[3]], NEW)
     with counting_compilations() as compiled:
         first = add(llm, [1, 2], LONG)
         step_until(llm, lambda: first.num_generated > 2)
-    assert not compiled and llm.runner.state.sampling.processors
-    wait_for(lambda: not llm.engine.step() and not llm.runner.state.sampling.processors)
+    assert not compiled and llm.runner.resident.state.sampling.processors
+    wait_for(lambda: not llm.engine.step() and not llm.runner.resident.state.sampling.processors)
     step_until(llm, lambda: first.finish_reason == "length")
     assert first.token_ids == engine().generate([[1, 2]], LONG)[0].token_ids
 
@@ -183,18 +183,18 @@ def test_a_batch_shrinks_once_the_programs_of_its_features_are_compiled(
     step_until(llm, lambda: compiler.started == 1)
     wait_for(lambda: compiler.ended == 1)
     step_until(llm, lambda: new.num_generated > 0)
-    assert llm.runner.num_slots == 2
+    assert llm.runner.resident.num_slots == 2
     compiler.go.clear()
     llm.engine.cancel(old)
     before, started = new.num_generated, compiler.started
     with counting_compilations() as compiled:
         step_until(llm, lambda: new.num_generated > before + 9)
-    assert not compiled and llm.runner.num_slots == 2 and compiler.started == started + 1
+    assert not compiled and llm.runner.resident.num_slots == 2 and compiler.started == started + 1
     compiler.go.set()
     wait_for(lambda: compiler.ended == started + 1)
     with counting_compilations() as compiled:
         step_until(llm, lambda: new.finish_reason is not None)
-    assert not compiled and llm.runner.num_slots == 1
+    assert not compiled and llm.runner.resident.num_slots == 1
     alone = engine().generate([[3]], replace(NEW, max_tokens=80))[0]
     assert new.token_ids == alone.token_ids and all_free(llm)
 

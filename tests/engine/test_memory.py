@@ -59,13 +59,13 @@ def test_the_check_counts_what_is_allocated(monkeypatch: pytest.MonkeyPatch) -> 
     """Slots, block tables, logits and the host's books, to the byte: one byte less is refused."""
     llm = engine(num_gpu_blocks_override=6, batch_buckets=(8,))
     runner: ModelRunner = llm.runner
-    rows = sum(a.nbytes for a in jax.tree.leaves(without_caches(runner.state)))
+    rows = sum(a.nbytes for a in jax.tree.leaves(without_caches(runner.resident.state)))
     needed = rows + 8 * 4 * (64 // 16) + 8 * 4 * V + 6 * memory.BOOK_BYTES
     monkeypatch.setattr(memory, "whole_memory", lambda: (needed, "the host"))
-    runner.check_room()
+    runner.resident.check_room()
     monkeypatch.setattr(memory, "whole_memory", lambda: (needed - 1, "the host"))
     with pytest.raises(ConfigError, match="lower num_gpu_blocks_override \\(6\\), batch_buckets"):
-        runner.check_room()
+        runner.resident.check_room()
 
 
 def test_room_is_kept_for_slots_with_every_sampling_parameter(
@@ -118,4 +118,4 @@ def test_the_batch_is_looked_at_before_pools_are_sized_for_it(
     llm = engine(max_num_seqs=10**9)
     monkeypatch.setattr(memory.CacheMemory, "decide", lambda self: pytest.fail("sized"))
     with pytest.raises(ConfigError, match="GB for a batch of 1073741824; lower num_gpu"):
-        llm.runner.check_room()
+        llm.runner.resident.check_room()

@@ -304,7 +304,7 @@ def test_a_replica_that_compiles_takes_no_more_than_twice_its_slots(
 
     def may_admit(one: Request, *_: object, **__: object) -> bool:
         waiting[one] = None
-        monkeypatch.setattr(runners[1], "num_waiting_for_programs", len(waiting))
+        monkeypatch.setattr(runners[1], "num_waiting", len(waiting))
         return False
 
     monkeypatch.setattr(runners[1], "may_admit", may_admit)

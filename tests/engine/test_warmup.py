@@ -71,7 +71,7 @@ def test_threads_compile_the_small_programs_too() -> None:
 
     llm = small_engine()
     # Toys have no caches, which are what binds the results of other models' prefills.
-    llm.runner.params = jax.device_put(llm.runner.params, jax.devices()[0])
+    llm.runner.resident.params = jax.device_put(llm.runner.resident.params, jax.devices()[0])
     jax.monitoring.register_event_duration_secs_listener(listen)
     try:
         llm.warmup()
@@ -94,7 +94,7 @@ def test_threads_compile_the_small_programs_too() -> None:
 
 def prefill_sizes_of(llm: LLM) -> dict[int, int]:
     """The tiles of the calls that ran, by those that their tokens take."""
-    return {least.tiles: s.tiles for (_, least, _), s in llm.runner._prefill_shapes.items()}
+    return {least.tiles: s.tiles for (_, least, _), s in llm.runner.choice._prefill_shapes.items()}
 
 
 def test_rare_features_prefill_in_the_next_larger_call_and_have_their_own_text() -> None:
@@ -121,7 +121,7 @@ def test_rare_features_prefill_in_the_next_larger_call_and_have_their_own_text()
                 alone[kind.logprobs, kind.presence_penalty, i] = output.outputs[0].token_ids
             sizes = prefill_sizes_of(llm)
             assert sizes == ({1: 1, 2: 2, 4: 4} if kind is kinds[0] else {1: 1, 2: 5, 4: 5})
-            llm.runner._forget_choices()
+            llm.runner.choice.forget()
         for mixture in itertools.permutations(kinds):
             outputs = llm.generate(prompts, list(mixture))
             for i, (kind, output) in enumerate(zip(mixture, outputs, strict=True)):
@@ -140,15 +140,15 @@ def test_a_size_that_was_not_warmed_compiles_although_a_larger_call_is_compiled(
     llm.warmup(lengths=[20])
     for length in (110, 63):  # of 4 and of 2 tiles, and of 8 pages
         llm.generate([8] * length, SamplingParams(0.0, max_tokens=2))
-    assert set(map(astuple, llm.runner._variants.prefills())) >= {(4, 8), (2, 8)}
+    assert set(map(astuple, llm.runner.choice.variants.prefills())) >= {(4, 8), (2, 8)}
 
 
 def test_the_state_is_bound_to_its_device_from_the_start() -> None:
     """A program with an exported kernel binds its results: a second prefill would compile anew."""
     llm = small_engine()
-    assert all(x.committed for x in jax.tree.leaves(llm.runner.state))
-    llm.runner.set_state(jax.tree.map(jnp.copy, llm.runner.take_state()))
-    assert all(x.committed for x in jax.tree.leaves(llm.runner.state))
+    assert all(x.committed for x in jax.tree.leaves(llm.runner.resident.state))
+    llm.runner.set_state(jax.tree.map(jnp.copy, llm.runner.resident.take_state()))
+    assert all(x.committed for x in jax.tree.leaves(llm.runner.resident.state))
 
 
 def test_threads_have_the_callers_settings_of_jax(compilers: list[str]) -> None:

@@ -20,7 +20,7 @@ import jax
 import numpy as np
 
 from jaxspec import LLM, ConfigError, SamplingParams
-from jaxspec.engine.runner import ModelRunner
+from jaxspec.engine.resident import Resident
 from jaxspec.parallel.processes import join_processes
 
 RANK, PORT, CASE = sys.argv[1:]
@@ -88,9 +88,9 @@ def compare(llm: LLM, one: LLM) -> None:
 
 def lose() -> None:
     """One process stops, dies or fails in the midst of a text."""
-    usual, rounds = ModelRunner._round, 0
+    usual, rounds = Resident.round, 0
 
-    def failing(self: ModelRunner, *args: Any) -> Any:
+    def failing(self: Resident, *args: Any) -> Any:
         nonlocal rounds
         rounds += 1
         if CASE[-1] == RANK and rounds == 4:
@@ -101,7 +101,7 @@ def lose() -> None:
             os.kill(os.getpid(), signal.SIGSTOP)
         return usual(self, *args)
 
-    ModelRunner._round = failing  # type: ignore[method-assign]
+    Resident.round = failing  # type: ignore[method-assign]
     llm = make(True, tensor_parallel_size=2)
     llm.follow()
     print("generating", flush=True)
@@ -124,7 +124,7 @@ def main() -> None:
         else:
             compare(llm, make(drafts))
             llm.close()
-        rows = np.asarray(llm.runner.state.seq_lens)  # both have run the same
+        rows = np.asarray(llm.runner.resident.state.seq_lens)  # both have run the same
         print("speculative" if drafts else "plain", rows.tolist(), flush=True)
 
 

@@ -53,7 +53,8 @@ def all_free(llm: LLM) -> bool:
 
 def weights_are_copies(one: LLM, llm: LLM, expected: Tokens) -> None:
     first, second = (jax.tree.leaves(weights) for weights in llm.weights)
-    owners = [{d.id for d in engine.runner.state.next_token.devices()} for engine in llm.engines]
+    states = [engine.runner.resident.state for engine in llm.engines]
+    owners = [{d.id for d in state.next_token.devices()} for state in states]
     assert owners == [set(range(SIZE)), set(range(SIZE, 2 * SIZE))], owners
     for mine, other in zip(first, second, strict=True):
         assert {d.id for d in other.devices()} == owners[1]

@@ -226,7 +226,7 @@ def test_long_and_many_words_change_no_neighbour_and_the_engine_goes_on_after_th
         assert [o.token_ids for o, p in zip(together, mixture, strict=True) if p is short] == [
             alone
         ] * mixture.count(short)
-    recent = llm.runner.state.sampling.processors["bad_words"].recent
+    recent = llm.runner.resident.state.sampling.processors["bad_words"].recent
     assert recent.shape == (2, 31)
 
 

@@ -16,8 +16,8 @@ import numpy as np
 from jaxspec.config import CacheGroup, ConfigError, EngineConfig, SamplingFeatures
 from jaxspec.decode.verify import Verification
 from jaxspec.engine.engine import Engine
-from jaxspec.engine.request import Request
-from jaxspec.engine.runner import ModelRunner, slot_of
+from jaxspec.engine.request import Request, slot_of
+from jaxspec.engine.runner import ModelRunner
 from jaxspec.engine.scheduler import Chunk, SchedulerConfig
 
 VOCAB = 7
@@ -113,7 +113,7 @@ class FakeMemory:
 
 
 class FakeRunner:
-    """The members of ModelRunner that the engine uses.
+    """The members of ModelRunner, its resident and its compiler that the engine uses.
 
     sizes: those that the engine shall give its scheduler
     target[group, block, offset]: the token whose key lies there
@@ -129,7 +129,7 @@ class FakeRunner:
     speculative = None
     adapts = False
     on_gpu = False
-    num_waiting_for_programs = 0
+    num_waiting = 0
 
     def __init__(
         self,
@@ -173,6 +173,14 @@ class FakeRunner:
         """Return the request's results that were never read, and the rounds among them."""
         found = [r for r in self._results if not r.is_read and request in r.requests]
         return sum(max(r.num_rounds, 1) for r in found), sum(r.num_rounds for r in found)
+
+    @property
+    def resident(self) -> FakeRunner:
+        return self
+
+    @property
+    def compiler(self) -> FakeRunner:
+        return self
 
     # --- the state -------------------------------------------------------------------------------
 

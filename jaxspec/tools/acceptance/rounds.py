@@ -1,6 +1,6 @@
 """Decoding with a record of every round: what it accepted, and what theory expected of it.
 
-The engine runs the requests. Its rounds are `recorded_round` (ModelRunner.round_program), which
+The engine runs the requests. Its rounds are `recorded_round` (Resident.round_program), which
 returns a Verification with the record, and its observer (Engine.on_rounds) collects them.
 
 One program serves every K up to the one it was compiled for: a request that is allowed fewer drafts
@@ -287,11 +287,11 @@ class Recorder:
             donate_argnums=3,
             compiler_options=dict(cfg.compiler_options) or None,
         )
-        runner = self.engine.runner
-        state = jax.eval_shape(lambda state: state, runner.state)
+        resident = self.engine.runner.resident
+        state = jax.eval_shape(lambda state: state, resident.state)
         buffer = jax.eval_shape(lambda: self._buffer(cfg))
-        tables = runner.tables.idle(self.batch, self.pages)
-        args = (runner.params, state, buffer, tables)
+        tables = resident.tables.idle(self.batch, self.pages)
+        args = (resident.params, state, buffer, tables)
         self._compiled[cfg, corrupt] = self._pool.submit(
             lambda: program.lower(cfg, corrupt, *args).compile()
         )
@@ -338,7 +338,7 @@ class Recorder:
             record, state, buffer = program(params, state, buffer, self._whole(block_tables))
             return record, state
 
-        self.engine.runner.round_program = run_recorded
+        self.engine.runner.resident.round_program = run_recorded
         parts, texts = [], []
         for begin in range(0, len(requests.prompts), self.batch):
             prompts = requests.prompts[begin : begin + self.batch]
