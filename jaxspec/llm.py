@@ -72,7 +72,7 @@ from jaxspec.engine.progress import (
 from jaxspec.engine.replicas import Replicas
 from jaxspec.engine.request import Request
 from jaxspec.engine.runner import ModelRunner
-from jaxspec.engine.warmup import compile_ahead, shapes_of, shapes_up_to
+from jaxspec.engine.warmup_shapes import compile_ahead, shapes_of, shapes_up_to
 from jaxspec.layers import op_choice
 from jaxspec.layers.params import Params
 from jaxspec.loading import Tokenizer

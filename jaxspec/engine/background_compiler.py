@@ -1,4 +1,4 @@
-"""Compilation while requests run: in the background, so that only those wait that need it."""
+"""Compiles programs in the background while requests run; only requests that need them wait."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jaxspec.engine.buckets import Buckets
 from jaxspec.engine.program_choice import ProgramChoice, Serving
 from jaxspec.engine.rehearsal import Compiled, Rehearsals
 from jaxspec.engine.request import Request
-from jaxspec.engine.resident import Resident
+from jaxspec.engine.resident_state import ResidentState
 from jaxspec.engine.round_configs import RoundConfigs
 from jaxspec.engine.variants import PrefillShape, RoundShape, Variant, level_for
 from jaxspec.sampling.rows import features_of
@@ -29,7 +29,7 @@ class BackgroundCompiler:
 
     def __init__(
         self,
-        resident: Resident,
+        resident: ResidentState,
         choice: ProgramChoice,
         rehearsals: Rehearsals,
         configs: RoundConfigs,
@@ -58,7 +58,7 @@ class BackgroundCompiler:
                 continue
             for shape, variant in outcome:
                 self._choice.variants.add(shape, variant)
-            self._choice.forget()
+            self._choice.forget_choices()
 
     @property
     def num_waiting(self) -> int:
@@ -111,8 +111,8 @@ class BackgroundCompiler:
         if choice.is_warm or not self._rehearsals.are_possible or not running:
             return True
         shape, limits_drafts = choice.next_rounds(batch, running)
-        of_rounds = replace(features, prompt_logprobs=False)
-        needed = Variant.of(of_rounds, needed_layout, limits_drafts=limits_drafts)
+        round_features = replace(features, prompt_logprobs=False)
+        needed = Variant.of(round_features, needed_layout, limits_drafts=limits_drafts)
         if choice.variants.serving(shape, needed) or not choice.variants.knows(shape):
             return True
         level = level_for(needed, needed_layout, limits_drafts=self._has_draft)
@@ -172,8 +172,8 @@ class BackgroundCompiler:
             return [PrefillShape(size, pages) for size in {*map(self._buckets.tiles, calls)}]
 
         shape = RoundShape(batch, pages, K)
-        of_rounds = replace(features, prompt_logprobs=False)
-        needed = Variant.of(of_rounds, layout, limits_drafts=limits_drafts)
+        round_features = replace(features, prompt_logprobs=False)
+        needed = Variant.of(round_features, layout, limits_drafts=limits_drafts)
         of_prefill = Variant.of(features, layout)
         unprefilled = [r.num_known - r.num_prefilled for r in others if not r.is_prefilled]
         alone = prefills([request.num_known])

@@ -108,7 +108,7 @@ def power_of_two(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
-def way(buckets: Sequence[int], start: int, end: int) -> list[int]:
+def buckets_between(buckets: Sequence[int], start: int, end: int) -> list[int]:
     """Return the buckets after `start` on the way to `end`."""
     at, to = buckets.index(start), buckets.index(end)
     step = 1 if to > at else -1

@@ -13,7 +13,7 @@ from typing import Any
 from jaxspec.config import RoundConfig, SamplingFeatures
 from jaxspec.engine.buckets import Buckets
 from jaxspec.engine.request import Request
-from jaxspec.engine.resident import Resident
+from jaxspec.engine.resident_state import ResidentState
 from jaxspec.engine.round_configs import RoundConfigs
 from jaxspec.engine.variants import PrefillShape, RoundShape, Variant, Variants
 from jaxspec.sampling.rows import StateLayout
@@ -46,11 +46,11 @@ class Serving:
 class ProgramChoice:
     """Choose the program of each batch, for the state that it runs on.
 
-    variants: those that are compiled
+    variants: the compiled programs
     is_warm: whether every request is served, so that nothing is compiled to be faster
     """
 
-    def __init__(self, resident: Resident, configs: RoundConfigs, buckets: Buckets) -> None:
+    def __init__(self, resident: ResidentState, configs: RoundConfigs, buckets: Buckets) -> None:
         self.variants = Variants()
         self.is_warm = False
         self._resident, self._configs, self._buckets = resident, configs, buckets
@@ -59,21 +59,21 @@ class ProgramChoice:
         self._prefills: dict[Any, Serving] = {}
         self._prefill_shapes: dict[Any, PrefillShape] = {}
 
-    # --- what it goes by -------------------------------------------------------------------------
+    # --- layouts and settings --------------------------------------------------------------------
 
-    def need(self, layout: StateLayout) -> None:
+    def set_needed(self, layout: StateLayout) -> None:
         """Serve requests that need this layout from now on."""
         if layout.sizes != self._resident.needed.sizes:
-            self.forget()
+            self.forget_choices()
         self._resident.needed = layout
 
-    def lay_out(self, layout: StateLayout) -> None:
+    def set_layout(self, layout: StateLayout) -> None:
         """Give the state the arrays of a layout; without memory for them, nothing changes."""
         resident = self._resident
         if layout is not resident.layout and resident.change_layout(layout):
             self._prefills.clear()  # programs that run on the state as it is come first
 
-    def forget(self) -> None:
+    def forget_choices(self) -> None:
         """Choose anew from now on."""
         self._rounds.clear()
         self._prefills.clear()
@@ -86,7 +86,7 @@ class ProgramChoice:
 
     # --- rounds ----------------------------------------------------------------------------------
 
-    def of_rounds(
+    def for_rounds(
         self, features: SamplingFeatures, shape: RoundShape, limits_drafts: bool
     ) -> Serving:
         """Return the compiled program that serves requests of these features, or their own."""
@@ -140,8 +140,8 @@ class ProgramChoice:
             self._prefill_shapes[key] = self.variants.smallest_prefill(least, needed)
         return self._prefill_shapes[key]
 
-    def of_prefill(self, features: SamplingFeatures, shape: PrefillShape) -> Serving:
-        """As of_rounds; programs that run on the state as it is come first."""
+    def for_prefill(self, features: SamplingFeatures, shape: PrefillShape) -> Serving:
+        """As for_rounds; programs that run on the state as it is come first."""
         key = (features, shape, self._configs.version)
         if key not in self._prefills:
             self.follow_overrides()

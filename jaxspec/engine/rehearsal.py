@@ -22,11 +22,11 @@ from jaxspec.decode.packed import pack
 from jaxspec.decode.slots import ADMISSIONS
 from jaxspec.decode.spread import shardings
 from jaxspec.decode.state import DecodeState
-from jaxspec.engine.buckets import Buckets, way
+from jaxspec.engine.buckets import Buckets, buckets_between
 from jaxspec.engine.prefill_tiles import PrefillTiles
 from jaxspec.engine.program_choice import ProgramChoice
 from jaxspec.engine.request_rows import RequestRows, processor_rows
-from jaxspec.engine.resident import Resident
+from jaxspec.engine.resident_state import ResidentState
 from jaxspec.engine.round_configs import RoundConfigs
 from jaxspec.engine.variants import PrefillShape, RoundShape, Variant
 from jaxspec.layers.params import Params
@@ -147,7 +147,7 @@ class Rehearsals:
 
     def __init__(
         self,
-        resident: Resident,
+        resident: ResidentState,
         choice: ProgramChoice,
         configs: RoundConfigs,
         buckets: Buckets,
@@ -172,14 +172,14 @@ class Rehearsals:
         shape: RoundShape,
         prefills: Sequence[PrefillShape],
     ) -> Rehearsal:
-        """Return that of all programs that lead from the state as it is to a variant's rounds.
+        """Return the rehearsal of all programs between the state as it is and a variant's rounds.
 
         prefills: the shapes of its calls, of which those that are compiled are left out
         """
         resident, buckets = self._resident, self._buckets.config.batch_buckets
         assert buckets is not None
         layout, moves, at = variant.layout(resident.needed), [], resident.num_slots
-        for batch in way(buckets, at, shape.batch):
+        for batch in buckets_between(buckets, at, shape.batch):
             moves.append(move_call(self.rows_in(resident.layout, at), batch))
             at = batch
         return Rehearsal(
@@ -197,7 +197,7 @@ class Rehearsals:
         )
 
     def of_slots(self, layout: StateLayout, batch: int) -> SlotsRehearsal:
-        """Return that of the small programs."""
+        """Return the rehearsal of the small programs."""
         return SlotsRehearsal(
             self.state_in(layout, batch),
             self.ended_in(layout),
@@ -205,7 +205,7 @@ class Rehearsals:
         )
 
     def of_rounds(self, variant: Variant, shape: RoundShape) -> RoundRehearsal:
-        """Return that of a variant's rounds."""
+        """Return the rehearsal of a variant's rounds."""
         return RoundRehearsal(
             shape,
             variant,
@@ -215,7 +215,7 @@ class Rehearsals:
         )
 
     def of_prefill(self, variant: Variant, shape: PrefillShape) -> PrefillRehearsal:
-        """Return that of a variant's prefill call."""
+        """Return the rehearsal of a variant's prefill call."""
         tiles = self.idle_tiles(shape, variant.layout(self._resident.needed))
         return PrefillRehearsal(shape, variant, self._choice.prefill_config(variant), tiles)
 

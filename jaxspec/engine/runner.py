@@ -1,6 +1,6 @@
-"""The device's side of the engine: admission, prefill and rounds of requests.
+"""Runs what the scheduler decides: chooses programs, fills their arrays, and dispatches them.
 
-Everything here dispatches and returns at once; nothing waits for the device. Shapes come from few
+Admission, prefill and rounds return at once and do not wait for the device. Shapes come from few
 buckets: rows of the batch, and those of jaxspec.engine.buckets.
 """
 
@@ -37,7 +37,7 @@ from jaxspec.engine.progress import report_nothing
 from jaxspec.engine.rehearsal import Rehearsals
 from jaxspec.engine.request import Request
 from jaxspec.engine.request_rows import RequestRows, admission_rows
-from jaxspec.engine.resident import Resident
+from jaxspec.engine.resident_state import ResidentState
 from jaxspec.engine.round_configs import GREEDY, RoundConfigs
 from jaxspec.engine.scheduler import Chunk
 from jaxspec.engine.variants import RoundShape
@@ -52,12 +52,12 @@ OUT_OF_MEMORY = (MemoryError, jax.errors.JaxRuntimeError)  # of the host, of the
 
 
 class ModelRunner:
-    """Run the requests of one engine: what the scheduler decides, on the resident state.
+    """Run the requests of one engine on its resident state.
 
     configs: the static description of each program
     memory: sizes of the KV cache
     resident: the weights, and the state of the requests that run
-    choice: which program serves a batch
+    program_choice: which program serves a batch
     compiler: what may run without a compilation, and compilation in the background
     on_compiled: called in warm-up with the number of programs that are compiled, and of all
     """
@@ -109,7 +109,7 @@ class ModelRunner:
             rounds_per_step=self.rounds_per_step,
         )
         greedy = self.configs.greedy
-        self.resident = Resident(
+        self.resident = ResidentState(
             params,
             self.configs,
             config,
@@ -120,20 +120,24 @@ class ModelRunner:
             cache_dtype=cache_dtype,
             rounds_per_step=self.rounds_per_step,
         )
-        self.choice = ProgramChoice(self.resident, self.configs, self.buckets)
+        self.program_choice = ProgramChoice(self.resident, self.configs, self.buckets)
         self._rows = RequestRows(
             self.num_speculative_tokens, self.adapts, has_fallback=greedy.fallback is not None
         )
-        rehearsals = Rehearsals(self.resident, self.choice, self.configs, self.buckets, self._rows)
-        self.compiler = BackgroundCompiler(
-            self.resident, self.choice, rehearsals, self.configs, self.buckets, speculative
+        rehearsals = Rehearsals(
+            self.resident, self.program_choice, self.configs, self.buckets, self._rows
         )
-        self._warmup = WarmupRun(self.resident, self.choice, rehearsals, self.configs, speculative)
+        self.compiler = BackgroundCompiler(
+            self.resident, self.program_choice, rehearsals, self.configs, self.buckets, speculative
+        )
+        self._warmup = WarmupRun(
+            self.resident, self.program_choice, rehearsals, self.configs, speculative
+        )
 
     def set_state(self, state: DecodeState) -> None:
         """Go on with a state made elsewhere, whose sampling rows hold no logits processor."""
         self.resident.adopt(state)
-        self.choice.need(self.resident.layout)
+        self.program_choice.set_needed(self.resident.layout)
 
     # --- admission -------------------------------------------------------------------------------
 
@@ -171,22 +175,22 @@ class ModelRunner:
             raise error
 
     def _admit_into(self, added: Sequence[Request], running: Sequence[Request]) -> None:
-        resident, choice = self.resident, self.choice
+        resident, choice = self.resident, self.program_choice
         params = [request.params for request in running]
         features, before = features_of(params), resident.needed
-        choice.need(before.fit(features, params))
+        choice.set_needed(before.fit(features, params))
         try:
             # The layout of the program that will serve them once all of them generate.
-            of_rounds = replace(features, prompt_logprobs=False)
+            round_features = replace(features, prompt_logprobs=False)
             expected = choice.next_rounds(resident.num_slots, running)
-            choice.lay_out(choice.of_rounds(of_rounds, *expected).layout)
+            choice.set_layout(choice.for_rounds(round_features, *expected).layout)
             if resident.layout.held:
                 for first in range(0, len(added), ADMISSIONS):
                     some = added[first : first + ADMISSIONS]
                     rows = admission_rows(some, resident.layout, resident.num_slots)
                     resident.write_rows(*rows)
         except BaseException:
-            choice.need(before)
+            choice.set_needed(before)
             raise
 
     # --- programs --------------------------------------------------------------------------------
@@ -198,12 +202,12 @@ class ModelRunner:
 
         Returns its result, and the rows of it that hold each chunk's tiles.
         """
-        resident, choice, buckets = self.resident, self.choice, self.buckets
+        resident, choice, buckets = self.resident, self.program_choice, self.buckets
         placed, rows = in_tiles(chunks, self.prefill_tile)
         pages = buckets.pages(max(chunk.request.num_pages for chunk in chunks))
         shape = choice.prefill_shape(features, buckets.tiles(len(placed)), pages)
-        size, serving = shape.tiles, choice.of_prefill(features, shape)
-        choice.lay_out(serving.layout)
+        size, serving = shape.tiles, choice.for_prefill(features, shape)
+        choice.set_layout(serving.layout)
         owners = [chunk.request for chunk, _ in placed]
         tables = resident.tables.for_prefill(owners, size, pages)
         prompts = self._rows.of_prompts(owners, size, resident.layout)
@@ -224,12 +228,12 @@ class ModelRunner:
         limits_drafts: bool,
     ) -> Verification:
         """Dispatch a step's rounds; the rows of their results are the slots."""
-        resident, choice, running = self.resident, self.choice, list(requests)
+        resident, choice, running = self.resident, self.program_choice, list(requests)
         resident.tables.update(running)
         pages = self.buckets.pages(max(r.num_pages for r in running))
         shape = RoundShape(resident.num_slots, pages, num_speculative_tokens)
-        serving = choice.of_rounds(features, shape, limits_drafts)
-        choice.lay_out(serving.layout)
+        serving = choice.for_rounds(features, shape, limits_drafts)
+        choice.set_layout(serving.layout)
         verification = resident.round(serving.cfg, resident.tables.changed(pages))
         serving.noted()
         if not serving.is_exact:

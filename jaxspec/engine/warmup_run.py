@@ -1,7 +1,7 @@
 """The run of a warm-up: compile programs of given features and shapes, and run each once.
 
 Where that is possible, threads compile them from shapes first. After the runs, the first request
-finds everything launched once. jaxspec.engine.warmup says which programs requests will need.
+finds everything launched once. jaxspec.engine.warmup_shapes says which programs requests will need.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from jaxspec.engine.program_choice import ProgramChoice
 from jaxspec.engine.progress import report_nothing
 from jaxspec.engine.rehearsal import Call, Rehearsals, compile_call, different, move_call
 from jaxspec.engine.request_rows import admission_rows
-from jaxspec.engine.resident import Resident
+from jaxspec.engine.resident_state import ResidentState
 from jaxspec.engine.round_configs import GREEDY, RoundConfigs
 from jaxspec.engine.variants import (
     PREFILL_LEVELS,
@@ -52,7 +52,7 @@ class WarmupRun:
 
     def __init__(
         self,
-        resident: Resident,
+        resident: ResidentState,
         choice: ProgramChoice,
         rehearsals: Rehearsals,
         configs: RoundConfigs,
@@ -77,13 +77,13 @@ class WarmupRun:
         params: requests whose stop tokens, bad words and so on the arrays shall hold. Returns the
         number of rounds and prefills that ran.
         """
-        self._choice.need(self._resident.needed.with_room(params).fit(GREEDY))
+        self._choice.set_needed(self._resident.needed.with_room(params).fit(GREEDY))
         needed, variants = self._resident.needed, []
         for each in features:
-            of_rounds = replace(each, prompt_logprobs=False)
+            round_features = replace(each, prompt_logprobs=False)
             variants.append(
                 Warmed(
-                    Variant.of(of_rounds, needed, limits_drafts=limits_drafts),
+                    Variant.of(round_features, needed, limits_drafts=limits_drafts),
                     # No drafts are limited in a prefill: those of other rounds serve.
                     None if limits_drafts else Variant.of(each, needed),
                     shapes.tiles,
@@ -96,7 +96,7 @@ class WarmupRun:
 
         The state's arrays have room for every request from then on.
         """
-        self._choice.need(self._resident.needed.full(GREEDY))
+        self._choice.set_needed(self._resident.needed.full(GREEDY))
         needed, drafts, variants = self._resident.needed, self._speculative is not None, []
         for features in dict.fromkeys((*ROUND_LEVELS, *PREFILL_LEVELS)):
             of_rounds = of_prefill = None
@@ -111,7 +111,7 @@ class WarmupRun:
                 of_rounds = full_variant(features, needed, limits_drafts=True)
                 variants.append(Warmed(of_rounds, None, ()))
         count = self._run(variants, shapes, report)
-        self._resident.compile_begin(*self._resident.first)
+        self._resident.compile_begin(*self._resident.initial_sizes)
         self._choice.is_warm = True
         return count
 
@@ -145,7 +145,7 @@ class WarmupRun:
                 self._run_idle_prefill(each.prefill, shape)
                 if is_first:
                     report(next(finished), total)
-        self._choice.forget()
+        self._choice.forget_choices()
         return total
 
     def _with_state_of(
@@ -156,12 +156,12 @@ class WarmupRun:
         plain = resident.needed.hold(GREEDY)
         for each in variants:
             layout = each.layout(resident.needed)
-            choice.lay_out(layout)
+            choice.set_layout(layout)
             for batch in shapes.batches:
                 resident.move([-1] * batch)
                 # Requests of other features come and go: a few small programs for each batch.
-                choice.lay_out(plain)
-                choice.lay_out(layout)
+                choice.set_layout(plain)
+                choice.set_layout(layout)
                 if layout.held:
                     resident.write_rows(*admission_rows([], layout, batch))
                 resident.deactivate([0])
@@ -194,12 +194,12 @@ class WarmupRun:
             for batch in shapes.batches:
                 state = rehearsals.state_in(layout, batch)
                 for shape in self._rounds_of(each, batch, shapes):
-                    of_rounds = rehearsals.of_rounds(each.rounds, shape)
-                    yield partial(of_rounds.compile, resident.params, state)
+                    rounds = rehearsals.of_rounds(each.rounds, shape)
+                    yield partial(rounds.compile, resident.params, state)
             ended = rehearsals.ended_in(layout)
             for shape in self._prefills_of(each, shapes):
-                of_prefill = rehearsals.of_prefill(each.prefill, shape)
-                yield partial(of_prefill.compile, resident.params, ended)
+                prefill = rehearsals.of_prefill(each.prefill, shape)
+                yield partial(prefill.compile, resident.params, ended)
 
     def _small_calls(self, variants: Sequence[Warmed], shapes: Shapes) -> Iterator[Call]:
         """Yield the calls of the small programs; some of them several times."""

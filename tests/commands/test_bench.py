@@ -58,9 +58,10 @@ def weights() -> workload.Weights:
     ("method", "temperature", "rule"),
     [
         ("eagle3", 1, "probabilistic"),
-        slow("eagle", 0, "strict"),
         ("dspark", 1, "block"),
-        ("draft_model", 1, "probabilistic"),
+        ("draft_model", 0, "strict"),
+        slow("eagle", 0, "strict"),
+        slow("draft_model", 1, "probabilistic"),
     ],
 )
 def test_every_part_of_a_case_is_timed_and_recorded(tmp_path, method, temperature, rule):

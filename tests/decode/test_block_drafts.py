@@ -35,8 +35,6 @@ from tests.support.tiny import (
     tiny_model,
 )
 
-pytestmark = pytest.mark.once
-
 # --- greedy text
 # --------------------------------------------------------------------------------------------------
 
@@ -79,6 +77,7 @@ def assert_equals_plain(
     return run.mean_acceptance_length
 
 
+@pytest.mark.once
 @pytest.mark.parametrize(
     ("method", "K", "block_size", "rule", "sampled"), slow_unless(USUAL, CASES)
 )
@@ -92,6 +91,7 @@ def test_greedy_text_equals_plain_text_when_drafts_are_accepted(
     assert length > (1.3 if method == "dflash" or K == 1 else 1.6), length
 
 
+@pytest.mark.once
 @pytest.mark.parametrize(
     ("method", "window", "mapped", "K"),
     [("dspark", 3, True, 4), *(slow("dflash", w, m, 2) for w, m in ((None, True), (3, False)))],
@@ -103,6 +103,7 @@ def test_greedy_text_equals_plain_text_when_they_are_not(
     assert assert_equals_plain(model, "hostile", method, K, 4, rule="block", sampled=True) < 1.4
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("rule", ["strict", slow("block")])
 def test_greedy_text_equals_plain_text_when_confidence_ends_drafts(rule: str) -> None:
     model = agreeing_block_model("dspark", confidence_threshold=0.3)
@@ -137,6 +138,7 @@ def test_modes_of_compilation_give_the_same_text(method: str) -> None:
 # --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.once
 def test_rows_of_padding_change_no_draft_and_write_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -177,6 +179,7 @@ def small_model(method: str, threshold: float = 0.0, **changes: Any) -> Model:
     return flattened(replace(theirs, draft=draft, params=params))
 
 
+@pytest.mark.once
 @pytest.mark.parametrize(
     ("method", "rule", "threshold", "changes", "batches"),
     [
@@ -197,6 +200,7 @@ def test_text_follows_the_target_jointly_over_rounds(
     assert within_limit(*found), found
 
 
+@pytest.mark.once
 def test_logits_without_the_markov_term_bias_the_output(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tokens come from the corrected logits, and q is the uncorrected one's."""
     monkeypatch.setattr(DSparkConfig, "corrects_logits", property(lambda self: False))
@@ -204,6 +208,7 @@ def test_logits_without_the_markov_term_bias_the_output(monkeypatch: pytest.Monk
     assert not within_limit(*found), found
 
 
+@pytest.mark.once
 def test_drafts_that_end_by_a_look_at_themselves_bias_the_output(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

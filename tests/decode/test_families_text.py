@@ -10,16 +10,18 @@ import pytest
 from tests.support.families import PAIRS, family_model
 from tests.support.tiny import generate, random_prompts, sampling_state
 
-pytestmark = pytest.mark.once
-
 LENGTHS, MAX_TOKENS = (5, 9, 1), (22, 17, 3)
 QUICK = {"deepseek_v4": (5,)}  # the others: 3
+ELSEWHERE = ("gpt_oss", "llama4_text", "glm4_moe_lite")  # other tests run them on each jax
 CASES = [
     pytest.param(
         *pair,
         K,
         (4, 1, 16)[(K + i) % 3],
-        marks=() if K in QUICK.get(pair[0], (3,)) else pytest.mark.slow,
+        marks=(
+            *(() if K in QUICK.get(pair[0], (3,)) else (pytest.mark.slow,)),
+            *((pytest.mark.once,) if pair[0] in ELSEWHERE else ()),
+        ),
     )
     for i, pair in enumerate(PAIRS)
     for K in range(1, 6)

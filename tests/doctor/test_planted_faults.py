@@ -210,7 +210,7 @@ def run(
     ("name", "template", "kind", "remedy"),
     [
         pytest.param(HEAD_1, "thinks", formats.THINKING, "{'enable_thinking': False}"),
-        slow(HEAD_1, None, formats.TEMPLATE, "copy chat_template from"),
+        pytest.param(HEAD_1, None, formats.TEMPLATE, "copy chat_template from"),
         slow(HEAD, "thinks", formats.THINKING, "{'enable_thinking': False}"),
         slow(HEAD, None, formats.TEMPLATE, "copy chat_template from"),
         slow(HEAD, "own", None, ""),

@@ -20,7 +20,7 @@ ROUNDS, PREFILL = RoundShape(2, 4, 3), PrefillShape(1, 4)
 
 
 class FakeResident:
-    """The layouts of a Resident."""
+    """The layouts of a ResidentState."""
 
     def __init__(self) -> None:
         self.needed = self.layout = StateLayout(Vocabulary(32))
@@ -56,51 +56,53 @@ def choice(resident: FakeResident) -> ProgramChoice:
 def test_a_batch_runs_its_own_program_until_one_with_more_features_is_compiled(
     choice: ProgramChoice, resident: FakeResident
 ) -> None:
-    own = choice.of_rounds(GREEDY, ROUNDS, False)
+    own = choice.for_rounds(GREEDY, ROUNDS, False)
     assert own.is_exact and own.cfg == GREEDY and not choice.variants.knows(ROUNDS)
-    assert choice.of_rounds(GREEDY, ROUNDS, False) is own, "chosen once"
+    assert choice.for_rounds(GREEDY, ROUNDS, False) is own, "chosen once"
     choice.variants.add(ROUNDS, Variant.of(BIASED, resident.needed))
-    choice.forget()
-    larger = choice.of_rounds(GREEDY, ROUNDS, False)
+    choice.forget_choices()
+    larger = choice.for_rounds(GREEDY, ROUNDS, False)
     assert larger.cfg == BIASED and not larger.is_exact and larger.layout.held == {"logit_bias"}
 
 
 def test_a_program_is_noted_after_its_first_run_alone(choice: ProgramChoice) -> None:
-    serving = choice.of_rounds(GREEDY, ROUNDS, False)
+    serving = choice.for_rounds(GREEDY, ROUNDS, False)
     serving.noted()
     assert choice.variants.knows(ROUNDS) and serving.note is None
-    choice.forget()
-    assert choice.of_rounds(GREEDY, ROUNDS, False).note is None
+    choice.forget_choices()
+    assert choice.for_rounds(GREEDY, ROUNDS, False).note is None
 
 
 def test_a_prefill_runs_on_the_state_as_it_is_and_is_chosen_anew_for_other_arrays(
     choice: ProgramChoice, resident: FakeResident
 ) -> None:
-    plain = choice.of_prefill(GREEDY, PREFILL)
+    plain = choice.for_prefill(GREEDY, PREFILL)
     assert plain.is_exact and plain.cfg == GREEDY
-    choice.lay_out(resident.needed.hold(BIASED))
-    held = choice.of_prefill(GREEDY, PREFILL)
+    choice.set_layout(resident.needed.hold(BIASED))
+    held = choice.for_prefill(GREEDY, PREFILL)
     assert held.cfg == BIASED and not held.is_exact, "the arrays stay"
-    choice.lay_out(held.layout)
-    assert choice.of_prefill(GREEDY, PREFILL) is held, "the same arrays in another layout"
+    choice.set_layout(held.layout)
+    assert choice.for_prefill(GREEDY, PREFILL) is held, "the same arrays in another layout"
     changes = resident.changes
-    choice.lay_out(resident.layout)
+    choice.set_layout(resident.layout)
     assert resident.changes == changes, "the layout that the state has"
 
 
 def test_requests_that_need_other_sizes_and_other_settings_are_chosen_for_anew(
     choice: ProgramChoice, resident: FakeResident
 ) -> None:
-    first = choice.of_rounds(GREEDY, ROUNDS, False)
-    choice.need(resident.needed.hold(BIASED))
-    assert choice.of_rounds(GREEDY, ROUNDS, False) is first, "sizes are the same"
+    first = choice.for_rounds(GREEDY, ROUNDS, False)
+    choice.set_needed(resident.needed.hold(BIASED))
+    assert choice.for_rounds(GREEDY, ROUNDS, False) is first, "sizes are the same"
     many = SamplingParams(0.0, stop_token_ids=[*range(9)])
-    choice.need(resident.needed.fit(GREEDY, [many]))
-    second = choice.of_rounds(GREEDY, ROUNDS, False)
+    choice.set_needed(resident.needed.fit(GREEDY, [many]))
+    second = choice.for_rounds(GREEDY, ROUNDS, False)
     assert second is not first and second.layout.sizes != first.layout.sizes
     second.noted()
     choice._configs.version += 1  # type: ignore[attr-defined]
-    assert choice.of_rounds(GREEDY, ROUNDS, False).note is not None, "nothing is compiled for these"
+    assert choice.for_rounds(GREEDY, ROUNDS, False).note is not None, (
+        "nothing is compiled for these"
+    )
 
 
 def test_a_larger_call_serves_rare_features_only_after_a_warm_up(

@@ -16,7 +16,7 @@ import pytest
 from jaxspec import LLM, SamplingParams
 from jaxspec.engine.background import side_by_side
 from jaxspec.engine.rehearsal import RoundRehearsal
-from jaxspec.engine.warmup import shapes_up_to
+from jaxspec.engine.warmup_shapes import shapes_up_to
 from tests.engine.test_features_while_running import engine
 from tests.support.compilations import COMPILED, counting_compilations
 
@@ -94,7 +94,10 @@ def test_threads_compile_the_small_programs_too() -> None:
 
 def prefill_sizes_of(llm: LLM) -> dict[int, int]:
     """The tiles of the calls that ran, by those that their tokens take."""
-    return {least.tiles: s.tiles for (_, least, _), s in llm.runner.choice._prefill_shapes.items()}
+    return {
+        least.tiles: s.tiles
+        for (_, least, _), s in llm.runner.program_choice._prefill_shapes.items()
+    }
 
 
 def test_rare_features_prefill_in_the_next_larger_call_and_have_their_own_text() -> None:
@@ -121,7 +124,7 @@ def test_rare_features_prefill_in_the_next_larger_call_and_have_their_own_text()
                 alone[kind.logprobs, kind.presence_penalty, i] = output.outputs[0].token_ids
             sizes = prefill_sizes_of(llm)
             assert sizes == ({1: 1, 2: 2, 4: 4} if kind is kinds[0] else {1: 1, 2: 5, 4: 5})
-            llm.runner.choice.forget()
+            llm.runner.program_choice.forget_choices()
         for mixture in itertools.permutations(kinds):
             outputs = llm.generate(prompts, list(mixture))
             for i, (kind, output) in enumerate(zip(mixture, outputs, strict=True)):
@@ -140,7 +143,7 @@ def test_a_size_that_was_not_warmed_compiles_although_a_larger_call_is_compiled(
     llm.warmup(lengths=[20])
     for length in (110, 63):  # of 4 and of 2 tiles, and of 8 pages
         llm.generate([8] * length, SamplingParams(0.0, max_tokens=2))
-    assert set(map(astuple, llm.runner.choice.variants.prefills())) >= {(4, 8), (2, 8)}
+    assert set(map(astuple, llm.runner.program_choice.variants.prefills())) >= {(4, 8), (2, 8)}
 
 
 def test_the_state_is_bound_to_its_device_from_the_start() -> None:

@@ -158,7 +158,7 @@ def test_interpreted_kernels_at_real_vocabularies(name: str) -> None:
 @pytest.mark.parametrize(
     "name",
     slow_unless(
-        ["tiny", "tiny-block", "tiny-drawn", "tiny-drawn-synthetic"],
+        ["tiny", "tiny-block", "tiny-drawn-plain", "tiny-drawn-greedy-synthetic"],
         [*RULES.values(), *(name for name in TINY if "drawn" in name)],
     ),
 )

@@ -25,6 +25,8 @@ from tests.parity.ours import PagedTarget
 from tests.support import quantized
 from tests.support.slow import slow
 
+pytestmark = pytest.mark.once
+
 PROMPTS = [[5, 6, 7, 5, 6], [80, 3, 9, 9, 41, 2, 17], [11] * 3]
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3}
 SETTINGS: dict[str, Any] = dict(dtype="float32", max_model_len=64, max_num_seqs=4, block_size=16)

@@ -20,7 +20,7 @@ import jax
 import numpy as np
 
 from jaxspec import LLM, ConfigError, SamplingParams
-from jaxspec.engine.resident import Resident
+from jaxspec.engine.resident_state import ResidentState
 from jaxspec.parallel.processes import join_processes
 
 RANK, PORT, CASE = sys.argv[1:]
@@ -88,9 +88,9 @@ def compare(llm: LLM, one: LLM) -> None:
 
 def lose() -> None:
     """One process stops, dies or fails in the midst of a text."""
-    usual, rounds = Resident.round, 0
+    usual, rounds = ResidentState.round, 0
 
-    def failing(self: Resident, *args: Any) -> Any:
+    def failing(self: ResidentState, *args: Any) -> Any:
         nonlocal rounds
         rounds += 1
         if CASE[-1] == RANK and rounds == 4:
@@ -101,7 +101,7 @@ def lose() -> None:
             os.kill(os.getpid(), signal.SIGSTOP)
         return usual(self, *args)
 
-    Resident.round = failing  # type: ignore[method-assign]
+    ResidentState.round = failing  # type: ignore[method-assign]
     llm = make(True, tensor_parallel_size=2)
     llm.follow()
     print("generating", flush=True)

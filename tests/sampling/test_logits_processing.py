@@ -32,8 +32,6 @@ from jaxspec.sampling.state import SamplingState, scale_by_temperature
 from tests.support.sampling_specification import specification
 from tests.support.toys import toy_config
 
-pytestmark = pytest.mark.once
-
 V, EOS = 40, (7, 11)
 PROMPT, TEXT = [3, 7, 7, 30], [5, 30, 5, 11, 5]
 GREEDY, SAMPLED = partial(SamplingParams, 0.0), partial(SamplingParams, 0.7)

@@ -1,6 +1,6 @@
 """Decoding with a record of every round: what it accepted, and what theory expected of it.
 
-The engine runs the requests. Its rounds are `recorded_round` (Resident.round_program), which
+The engine runs the requests. Its rounds are `recorded_round` (ResidentState.round_program), which
 returns a Verification with the record, and its observer (Engine.on_rounds) collects them.
 
 One program serves every K up to the one it was compiled for: a request that is allowed fewer drafts

@@ -1,7 +1,7 @@
 """The resident state, and all that uses the devices.
 
-Each process of an engine has one, and all of them run the same programs on it. Everything here
-dispatches and returns at once; nothing waits for the device.
+Each process of an engine has one, and all of them run the same programs on it. Slots, prefill and
+rounds return at once and do not wait for the device.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from jaxspec.decode.spread import shardings, spread
 from jaxspec.decode.state import DecodeState
 from jaxspec.decode.verify import Verification
 from jaxspec.engine.block_tables import BlockTables
-from jaxspec.engine.buckets import way
+from jaxspec.engine.buckets import buckets_between
 from jaxspec.engine.memory import CacheMemory
 from jaxspec.engine.prefill_tiles import PrefillTiles
 from jaxspec.engine.round_configs import GREEDY, ConfigKey, RoundConfigs
@@ -36,7 +36,7 @@ from jaxspec.sampling.processors.processor import Vocabulary
 from jaxspec.sampling.rows import STOPS, StateLayout, sampling_rows
 
 # The methods that use the devices, which the processes that follow repeat. Their arguments are
-# plain data.
+# plain data, and positional.
 FOLLOWED = (
     "_begin",
     "compile_begin",
@@ -50,7 +50,7 @@ FOLLOWED = (
 )
 
 
-class Resident:
+class ResidentState:
     """The weights, and the state of the requests that run.
 
     Each program consumes `state` (donated) and returns its successor. A process that leads tells
@@ -141,16 +141,16 @@ class Resident:
     def state(self) -> DecodeState:
         """The resident state; the first use makes it, idle and with empty caches."""
         if self._state is None:
-            self._begin(*self.first)
+            self._begin(*self.initial_sizes)
         assert self._state is not None
         return self._state
 
     @property
-    def first(self) -> tuple[StateLayout, tuple[int, ...]]:
+    def initial_sizes(self) -> tuple[StateLayout, tuple[int, ...]]:
         """The layout, and the blocks of each pool, of a state that is made now."""
         return self.needed.fit(GREEDY), self._memory.num_blocks
 
-    def _begin(self, layout: StateLayout, num_blocks: tuple[int, ...]) -> None:
+    def _begin(self, layout: StateLayout, num_blocks: tuple[int, ...], /) -> None:
         """Make the state, idle and with empty caches of so many blocks."""
         self.layout = layout
         cfg, batch, stops = self._first_state(layout)
@@ -159,7 +159,7 @@ class Resident:
         self._state = jax.tree.map(_committed, state)
         self.tables.reset(batch)
 
-    def compile_begin(self, layout: StateLayout, num_blocks: tuple[int, ...]) -> None:
+    def compile_begin(self, layout: StateLayout, num_blocks: tuple[int, ...], /) -> None:
         """Compile what makes the next state."""
         first = self._first_state(layout)
         _init_state.lower(*first, num_blocks=num_blocks, **self._dtypes).compile()
@@ -222,7 +222,7 @@ class Resident:
     def _set_rows(self, rows: DecodeState) -> None:
         self._state = slots.with_caches(rows, self.state)
 
-    def move(self, sources: Sequence[int]) -> None:
+    def move(self, sources: Sequence[int], /) -> None:
         """Make slot i of the new batch slot sources[i] of the old one, an idle slot for -1.
 
         Slots move from bucket to next bucket, so that few programs compile.
@@ -230,7 +230,7 @@ class Resident:
         buckets = self._config.batch_buckets
         assert buckets is not None
         wanted = np.asarray(sources, np.int32)
-        for size in way(buckets, self.num_slots, len(sources)):
+        for size in buckets_between(buckets, self.num_slots, len(sources)):
             rows = np.full(size, -1, np.int32)
             count = min(len(wanted), len(rows))
             rows[:count] = wanted[:count]
@@ -244,12 +244,12 @@ class Resident:
         if cleared:
             self._deactivate(list(cleared))
 
-    def _deactivate(self, cleared: list[int]) -> None:
+    def _deactivate(self, cleared: list[int], /) -> None:
         ended = np.zeros(self.num_slots, bool)
         ended[cleared] = True
         self._state = replace(self.state, active=slots.deactivate(self.state.active, ended))
 
-    def change_layout(self, layout: StateLayout) -> bool:
+    def change_layout(self, layout: StateLayout, /) -> bool:
         """Give the state the arrays of a layout, and return whether they are new ones.
 
         Without memory for them, nothing changes.
@@ -272,7 +272,7 @@ class Resident:
             self._relays[key] = jax.jit(relaid, out_shardings=out)
         return self._relays[key](rows)
 
-    def write_rows(self, at: np.ndarray, new: dict[str, Any]) -> None:
+    def write_rows(self, at: np.ndarray, new: dict[str, Any], /) -> None:
         """Write processors' states into slots; see slots.admit."""
         sampling = self.state.sampling
         processors = slots.admit(sampling.processors, at, new)
@@ -280,7 +280,7 @@ class Resident:
 
     # --- its programs ----------------------------------------------------------------------------
 
-    def prefill(self, cfg: RoundConfig, tiles: PrefillTiles) -> Verification:
+    def prefill(self, cfg: RoundConfig, tiles: PrefillTiles, /) -> Verification:
         """Dispatch one prefill call."""
         processors = slots.take(self.state.sampling.processors, tiles.slots)
         verification, after = programs.run_prefill(
@@ -298,7 +298,7 @@ class Resident:
         self._state = slots.with_caches(rows, after)
         return verification
 
-    def round(self, cfg: RoundConfig, changed: Mapping[int, np.ndarray]) -> Verification:
+    def round(self, cfg: RoundConfig, changed: Mapping[int, np.ndarray], /) -> Verification:
         """Dispatch a step's rounds, after copying the block tables that have changed."""
         args = self.params, self.state, self.tables.on_device(changed), self._config.compilation
         verification, self._state = self.round_program(cfg, self.rounds_per_step, *args)
