@@ -72,10 +72,13 @@ $(STAMPS)/dev: $(STAMPS)/venv pyproject.toml
 demo: $(STAMPS)/package-$(ACCELERATOR)
 	$(BIN)/python scripts/generate.py $(DEMO_ARGS)
 
+# A test that hangs ends its worker, with the stacks of all threads; the longest takes 2 minutes on a slow machine.
+MOST_SECONDS := -o faulthandler_timeout=900 -o faulthandler_exit_on_timeout=true
+
 # The target is fetched before the tests start, so that parallel workers do not race for it.
 test: $(STAMPS)/pytest $(STAMPS)/oracles
 	$(BIN)/python -m jaxspec.loading.default_target
-	$(PYTEST) -m "not slow" $(PYTEST_ARGS)
+	$(PYTEST) -m "not slow" $(MOST_SECONDS) $(PYTEST_ARGS)
 
 # --- the rest ---------------------------------------------------------------------------------------------------------------------
 

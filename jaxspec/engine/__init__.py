@@ -5,8 +5,8 @@ replicas             several engines behind one queue
 engine               the loop: schedule, dispatch, read results; the only place that waits
 scheduler            admission, prefill chunks, reservation, preemption; no jax
 request              a request while it runs
-runner               the device's side: admission, prefill and rounds of requests
-resident             the resident state, and all that uses the devices, in each process
+runner               what the scheduler decides: chooses programs, fills their arrays, dispatches
+resident_state       the resident state, and all that uses the devices, in each process
 request_rows         requests to NumPy rows, for slots and prefill
 draft_choice         how many drafts requests and rounds have, by acceptance and cost
 round_configs        the static description of each program
@@ -20,7 +20,7 @@ memory               the sizes of the KV cache's pools
 prefill_tiles        the arrays of a prefill call, on the host
 block_tables         block tables of the running requests, on the host and on the device
 buckets              the few shapes that programs are compiled for
-warmup               which features and shapes requests will need
+warmup_shapes        which features and shapes requests will need
 warmup_run           compiles given features and shapes, and runs each program once
 inputs               prompt types
 input_processor      prompts and parameters to checked requests
