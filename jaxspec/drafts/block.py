@@ -183,20 +183,8 @@ def draw_step(
         params, draft, column(base), row, carry.token, carry.head_state, cfg.draft_ops
     )
     token = draw_token(cfg, params, context, step, logits)
-    written = partial(_by_kernel, cfg, step)
-    proposal = write_column(carry.proposal, step, written(token), written(logits))
+    proposal = write_column(carry.proposal, step, token, logits)
     return BlockCarry(proposal, token, head_state, chance, num_proposed)
-
-
-def _by_kernel(cfg: RoundConfig, step: jax.Array | int, values: jax.Array) -> jax.Array:
-    """Return values [batch, ...] of column `step` such that a kernel writes them.
-
-    The column of a single request is contiguous. XLA would make its update a copy to an address
-    that the host computes, if nothing but the column were written. The select makes it a kernel.
-    """
-    if values.shape[0] > 1:
-        return values
-    return jnp.where(step < cfg.num_speculative_tokens, values, 0)
 
 
 def propose_part(

@@ -57,6 +57,8 @@ TRUNCATION_TRIPS = [8, 8]  # 4 of 32 bits a pass: one search for top-k, one for 
 LARGE_BATCH = Round("llama-3-8b", 3, sampled=True, batch=64)
 LONG_CONTEXT = Round("llama-3-8b", 3, sampled=True, batch=16, pages=512, fp8=True)
 STEP_METADATA = (32, 0, 0)  # its stack is libdevice's, for the cosine of an angle above 105,615
+# Copies to an address that the host computes, and those on another stream.
+COPIES_BY_THE_HOST = {"kDynamicSliceFusion", "kAsyncStart", "kAsyncDone"}
 # Of 16 rows: norm, qkv, rotate and write, attention, o + residual, norm, gate_up, down + residual.
 # Products of narrow rows do the norms.
 LAUNCHES_PER_LAYER = {"llama-3-8b": 8, "smollm2-135m": 6}
@@ -148,7 +150,14 @@ def test_a_round_is_three_cuda_graphs_and_one_of_them_is_the_loops_body(case: Co
 
 def test_no_graph_holds_a_copy_to_an_address_that_the_host_computes(case: Compiled) -> None:
     """It would have the host update the graph in every round."""
-    assert not {"kDynamicSliceFusion", "kAsyncStart", "kAsyncDone"} & set(case.thunks.launches())
+    assert not COPIES_BY_THE_HOST & set(case.thunks.launches())
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+def test_the_column_of_a_single_request_is_written_by_a_kernel(sampled: bool) -> None:
+    """Its columns are contiguous, so XLA could copy them, each on a stream of its own."""
+    case = compiled(Round("llama-3-8b", 3, sampled=sampled, batch=1))
+    assert not COPIES_BY_THE_HOST & set(case.thunks.launches())
 
 
 def test_no_small_array_is_copied(case: Compiled) -> None:
