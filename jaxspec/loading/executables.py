@@ -57,6 +57,7 @@ class Store:
         self.at_once = 0
         self.last_call = 0.0
         self._waiting: deque[tuple[float, Path, Any]] = deque()  # and time.monotonic() at latest
+        self._unconfirmed: list[Path] = []  # written while at_once was not 0
         self._thread: threading.Thread | None = None
         self.changing = threading.Lock()  # of _waiting and _thread
         self._writing = threading.Lock()
@@ -107,10 +108,18 @@ class Store:
 
     def write(self, path: Path, compiled: Any) -> None:
         """Write a compiled program now; none if a source has changed since the import."""
-        if program_names.have_sources_changed():
-            self.can_write = False
-            logger.info("compiled programs are not kept: a source of jaxspec has changed")
-            return
+        if self.are_sources_as_imported():
+            self._write(path, compiled)
+
+    def are_sources_as_imported(self) -> bool:
+        """Return whether no source has changed since the import; if one has, keep nothing more."""
+        if not program_names.have_sources_changed():
+            return True
+        self.can_write = False
+        logger.info("compiled programs are not kept: a source of jaxspec has changed")
+        return False
+
+    def _write(self, path: Path, compiled: Any) -> None:
         # Several processes, also of several hosts, may write the same file.
         part = path.with_name(f".{uuid.uuid4().hex}")
         try:
@@ -138,7 +147,8 @@ class Store:
         if not self.can_write:
             return
         if self.at_once:
-            self.write(path, compiled)
+            self._unconfirmed.append(path)
+            self._write(path, compiled)
             return
         with self.changing:
             self._waiting.append((time.monotonic() + LATEST, path, compiled))
@@ -147,6 +157,17 @@ class Store:
                     target=self._write_when_quiet, name="jaxspec-executables", daemon=True
                 )
                 self._thread.start()
+
+    def confirm(self) -> None:
+        """Remove what was written at once if a source has changed since the import.
+
+        Threads that compile do not look at the sources: each of 400 files would give Python's lock
+        to another thread.
+        """
+        written, self._unconfirmed = self._unconfirmed, []
+        if written and not self.are_sources_as_imported():
+            for path in written:
+                path.unlink(missing_ok=True)
 
     def write_waiting(self, seconds: float = float("inf")) -> None:
         """Write what waits to be written; begin none after so many seconds."""
@@ -242,3 +263,4 @@ def written_at_once() -> Iterator[None]:
     finally:
         with STORE.changing:
             STORE.at_once -= 1
+        STORE.confirm()

@@ -55,6 +55,30 @@ def test_nothing_is_written_once_a_source_has_changed(
     assert not (tmp_path / "later").exists() and not store.can_write
 
 
+def test_a_warm_up_looks_at_the_sources_once_and_removes_what_it_wrote_if_one_has_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, looks, store = tmp_path / "source.py", [], Store()
+    source.write_text("a")
+    monkeypatch.setattr(executables, "STORE", store)
+    monkeypatch.setattr(program_names, "FILES", {str(source): program_names._written(str(source))})
+    look = program_names.have_sources_changed
+    monkeypatch.setattr(
+        program_names, "have_sources_changed", lambda: looks.append(1) is None and look()
+    )
+    with executables.written_at_once():
+        for name in ("first", "second"):
+            store.add(tmp_path / name, compiled())
+        assert not looks
+    assert len(looks) == 1 and (tmp_path / "first").exists() and store.can_write
+    with executables.written_at_once():
+        store.add(tmp_path / "third", compiled())
+        source.write_text("another")
+        store.add(tmp_path / "fourth", compiled())
+    assert sorted(os.listdir(tmp_path)) == ["first", "second", "source.py"]
+    assert not store.can_write
+
+
 def test_reading_keeps_a_file_from_being_the_oldest(tmp_path: Path) -> None:
     path, store = tmp_path / "program", Store()
     store.write(path, compiled())
