@@ -453,7 +453,7 @@ class Engine:
             self.stats.clock = time.perf_counter()
         runner.compiler.poll()
         refused: dict[Request, ConfigError] = {}
-        step = scheduler.schedule(self._admission_test(refused), self._may_shrink)
+        step = scheduler.schedule(self._admission_test(refused), self._may_shrink, self._batch_for)
         for request, error in refused.items():
             self._fail(request, error)
         resident.deactivate(step.cleared)
@@ -532,15 +532,24 @@ class Engine:
         running = list(self.scheduler.running)
         return self.runner.compiler.may_shrink(size, self._running_features(), running)
 
+    def _batch_for(self, least: int, admitted: Sequence[Request]) -> int:
+        """Return the batch for the requests that run and those just admitted; see BatchChoice."""
+        requests, features = [*self.scheduler.running, *admitted], self._running_features(admitted)
+        return self.runner.program_choice.batch_for(features, requests, least)
+
     def _drop_idle_results(self) -> None:
         """Drop the rounds that were launched before the last request's end was read."""
         if next(self.scheduler.running, None) is None:
             self._in_flight.clear()
 
-    def _running_features(self) -> SamplingFeatures:
-        """Return what the running requests need of sampling, computed anew when others run."""
+    def _running_features(self, admitted: Sequence[Request] = ()) -> SamplingFeatures:
+        """Return what the running requests need of sampling, computed anew when others run.
+
+        admitted: requests that Scheduler.changes counts, and that have no slots yet
+        """
         if self._features_at != self.scheduler.changes:
-            self._features = features_of(r.params for r in self.scheduler.running)
+            requests = (*self.scheduler.running, *admitted)
+            self._features = features_of(r.params for r in requests)
             self._features_at = self.scheduler.changes
         return self._features
 

@@ -56,6 +56,7 @@ class ProgramChoice:
         self._resident, self._configs, self._buckets = resident, configs, buckets
         self._variants_of = configs.version
         self._rounds: dict[Any, Serving] = {}
+        self._batches: dict[Any, int] = {}
         self._prefills: dict[Any, Serving] = {}
         self._prefill_shapes: dict[Any, PrefillShape] = {}
 
@@ -76,6 +77,7 @@ class ProgramChoice:
     def forget_choices(self) -> None:
         """Choose anew from now on."""
         self._rounds.clear()
+        self._batches.clear()
         self._prefills.clear()
         self._prefill_shapes.clear()
 
@@ -85,6 +87,34 @@ class ProgramChoice:
             self.variants, self._variants_of = Variants(), self._configs.version
 
     # --- rounds ----------------------------------------------------------------------------------
+
+    def batch_for(self, features: SamplingFeatures, requests: Sequence[Request], least: int) -> int:
+        """Return the size of the batch for these requests: `least`, or a larger one.
+
+        After a warm-up for every request, rare features run in the next larger batch that serves
+        them. A batch that was not warmed compiles, since a larger one could take far longer.
+        """
+        buckets = self._buckets.config.batch_buckets
+        assert buckets is not None
+        if not self.is_warm or not requests or least == buckets[-1]:
+            return least
+        pages = self._buckets.pages(max(request.num_pages for request in requests))
+        shape = RoundShape(least, pages, self._configs.k_of_batch(len(requests)))
+        if not self.variants.knows(shape):
+            return least
+        fewest = min(request.draft_limit for request in requests)
+        key = (features, shape, len(requests), fewest, self._configs.version)
+        if key not in self._batches:
+            self.follow_overrides()
+            # Only some of them generate while the others are prefilled, with the K of so many.
+            most = max(map(self._configs.k_of_batch, range(1, len(requests) + 1)))
+            needed = Variant.of(
+                replace(features, prompt_logprobs=False),
+                self._resident.needed,
+                limits_drafts=fewest < most,
+            )
+            self._batches[key] = self.variants.smallest_rounds(shape, needed).batch
+        return self._batches[key]
 
     def for_rounds(
         self, features: SamplingFeatures, shape: RoundShape, limits_drafts: bool

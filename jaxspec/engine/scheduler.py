@@ -24,6 +24,7 @@ from jaxspec.engine.metrics import SchedulerCounts
 from jaxspec.engine.request import FinishReason, Request
 
 AdmissionTest = Callable[[Request, Sequence[Request]], bool]
+BatchChoice = Callable[[int, Sequence[Request]], int]
 MAX_PASSED = 64  # requests at the head of the queue that may not be admitted yet
 
 
@@ -35,6 +36,11 @@ def admit_any(request: Request, admitted: Sequence[Request]) -> bool:
 def shrink_always(size: int) -> bool:
     """Return True: the batch may have any size."""
     return True
+
+
+def smallest_batch(least: int, admitted: Sequence[Request]) -> int:
+    """Return `least`: every batch serves all requests."""
+    return least
 
 
 @dataclass(frozen=True)
@@ -180,15 +186,18 @@ class Scheduler:
         self,
         may_admit: AdmissionTest = admit_any,
         may_shrink: Callable[[int], bool] = shrink_always,
+        batch_for: BatchChoice = smallest_batch,
     ) -> Step:
         """Admit the requests that there is room for, and choose the next tiles of prefill.
 
         may_admit: says of a waiting request, and those admitted in this step, whether it may be
             admitted now. Requests that may not stay in the queue, and others pass them.
         may_shrink: says of a smaller batch whether the requests that run may move to it now
+        batch_for: returns the batch for the requests that run and those admitted in this step, of
+            the size that holds them or larger
         """
         step = Step(admitted=self._admit(may_admit), cleared=self._take_cleared())
-        step.sources = self._arrange(len(step.admitted), may_shrink)
+        step.sources = self._arrange(step.admitted, may_shrink, batch_for)
         free = (i for i, r in enumerate(self.rows) if r is None)
         for request, slot in zip(step.admitted, free, strict=False):
             self.rows[slot], request.slot = request, slot
@@ -300,16 +309,21 @@ class Scheduler:
         last_round = len(request.prompt_token_ids) + request.max_tokens + config.head_room - 1
         return -(-min(end, last_round, config.max_model_len) // config.block_size)
 
-    def _arrange(self, num_new: int, may_shrink: Callable[[int], bool]) -> list[int] | None:
-        """Take the smallest batch that holds all requests; None if it is the present one.
+    def _arrange(
+        self,
+        admitted: Sequence[Request],
+        may_shrink: Callable[[int], bool],
+        batch_for: BatchChoice,
+    ) -> list[int] | None:
+        """Take the smallest batch that serves all requests; None if it is the present one.
 
         Requests in slots past its end move into free slots before it.
         """
-        needed = sum(1 for _ in self.running) + num_new
-        size = next(b for b in self.config.buckets if b >= needed)
+        needed = sum(1 for _ in self.running) + len(admitted)
+        size = batch_for(next(b for b in self.config.buckets if b >= needed), admitted)
         if size == len(self.rows):
             return None
-        if size < len(self.rows) and not num_new and not may_shrink(size):
+        if size < len(self.rows) and not admitted and not may_shrink(size):
             return None
         sources = [
             i if i < len(self.rows) and self.rows[i] is not None else -1 for i in range(size)

@@ -24,10 +24,9 @@ from jaxspec.engine.request_rows import admission_rows
 from jaxspec.engine.resident_state import ResidentState
 from jaxspec.engine.round_configs import GREEDY, RoundConfigs
 from jaxspec.engine.variants import (
+    COMMON,
     PREFILL_LEVELS,
     ROUND_LEVELS,
-    SAMPLED,
-    TRUNCATED,
     PrefillShape,
     RoundShape,
     Variant,
@@ -35,6 +34,7 @@ from jaxspec.engine.variants import (
     full_variant,
     is_shared,
     prefill_sizes,
+    round_batches,
 )
 from jaxspec.loading import executables
 from jaxspec.sampling.params import SamplingParams
@@ -86,6 +86,7 @@ class WarmupRun:
                     Variant.of(round_features, needed, limits_drafts=limits_drafts),
                     # No drafts are limited in a prefill: those of other rounds serve.
                     None if limits_drafts else Variant.of(each, needed),
+                    shapes.batches,
                     shapes.tiles,
                 )
             )
@@ -105,11 +106,13 @@ class WarmupRun:
                 of_rounds = full_variant(features, needed, limits_drafts=limits)
             if features in PREFILL_LEVELS:
                 of_prefill = full_variant(features, needed)
-            variants.append(Warmed(of_rounds, of_prefill, prefill_sizes(features, shapes.tiles)))
+            batches = round_batches(features, shapes.batches)
+            tiles = prefill_sizes(features, shapes.tiles)
+            variants.append(Warmed(of_rounds, of_prefill, batches, tiles))
         if self._speculative is not None and self._speculative.draft_max_model_len is not None:
-            for features in (GREEDY, SAMPLED, TRUNCATED):
+            for features in COMMON:
                 of_rounds = full_variant(features, needed, limits_drafts=True)
-                variants.append(Warmed(of_rounds, None, ()))
+                variants.append(Warmed(of_rounds, None, shapes.batches, ()))
         count = self._run(variants, shapes, report)
         self._resident.compile_begin(*self._resident.initial_sizes)
         self._choice.is_warm = True
@@ -191,7 +194,7 @@ class WarmupRun:
         resident, rehearsals = self._resident, self._rehearsals
         for each in variants:
             layout = each.layout(resident.needed)
-            for batch in shapes.batches:
+            for batch in each.batches:
                 state = rehearsals.state_in(layout, batch)
                 for shape in self._rounds_of(each, batch, shapes):
                     rounds = rehearsals.of_rounds(each.rounds, shape)
@@ -215,7 +218,8 @@ class WarmupRun:
 
     def _rounds_of(self, each: Warmed, batch: int, shapes: Shapes) -> list[RoundShape]:
         """Return the shapes of a variant's rounds in a batch."""
-        numbers = self._drafts_of(batch) if each.of_rounds is not None else []
+        has_rounds = each.of_rounds is not None and batch in each.batches
+        numbers = self._drafts_of(batch) if has_rounds else []
         return [RoundShape(batch, n, K) for K, n in itertools.product(numbers, shapes.pages)]
 
     def _prefills_of(self, each: Warmed, shapes: Shapes) -> list[PrefillShape]:

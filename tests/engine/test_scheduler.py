@@ -3,6 +3,8 @@ and checks all that a program reads."""
 
 from __future__ import annotations
 
+import random
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -176,7 +178,8 @@ def test_any_mixture_of_requests_gives_each_its_own_text_and_all_blocks_back(
     data: st.DataObject,
 ) -> None:
     """Shared prefixes, pools that are far too small, arrivals and cancellations at any time,
-    results read late, several KV-cache groups, several rounds a step, rounds without a token."""
+    results read late, several KV-cache groups, several rounds a step, rounds without a token,
+    batches that are larger than need be."""
     K, lookahead, lag = data.draw(st.sampled_from(DRAFTERS))
     size, sights = data.draw(st.sampled_from([1, 2, 4])), data.draw(st.sampled_from(SIGHTS))
     rounds, tiles = data.draw(st.sampled_from([1, 2, 4])), data.draw(st.sampled_from([1, 4]))
@@ -205,6 +208,9 @@ def test_any_mixture_of_requests_gives_each_its_own_text_and_all_blocks_back(
     seed = data.draw(st.integers(0, 99))
     arrivals = data.draw(st.lists(st.integers(0, 10), min_size=most + 1, max_size=most + 1))
     runner = runner_of(config, num_blocks, sights, seed=seed, caching=data.draw(st.booleans()))
+    if data.draw(st.booleans()):
+        sizes = random.Random(seed)
+        runner.batch_of = lambda least: sizes.choice([b for b in config.buckets if b >= least])
     scheduler = run(Workload(requests, arrivals, cancelled), runner, depth=depth)
     assert [g.pool.num_free for g in scheduler.groups] == num_blocks
     for r in requests:
@@ -395,6 +401,26 @@ def test_rows_are_kept_compact_when_requests_leave() -> None:
         scheduler.finish(r, "cancelled")
     step = scheduler.schedule()
     assert sorted(step.cleared) == [0, 1, 2] and step.sources == [3] and requests[3].slot == 0
+
+
+def test_requests_move_to_the_batch_that_serves_them_and_back() -> None:
+    """Those admitted in a step count too. The second needs a batch of four."""
+    scheduler, _ = started()
+    requests = [request([i], 10) for i in (1, 2)]
+    asked: list[tuple[int, list[Request]]] = []
+
+    def batch_for(least: int, admitted: Sequence[Request]) -> int:
+        asked.append((least, list(admitted)))
+        return 4 if requests[1] in (*admitted, *scheduler.running) else least
+
+    scheduler.add(requests[0])
+    assert scheduler.schedule(batch_for=batch_for).sources is None
+    scheduler.add(requests[1])
+    assert scheduler.schedule(batch_for=batch_for).sources == [0, -1, -1, -1]
+    assert scheduler.schedule(batch_for=batch_for).sources is None, "it stays there"
+    scheduler.finish(requests[1], "cancelled")
+    assert scheduler.schedule(batch_for=batch_for).sources == [0]
+    assert asked == [(1, requests[:1]), (2, requests[1:]), (2, []), (1, [])]
 
 
 def test_a_request_placed_in_blocks_of_the_callers_choice_goes_on_from_there() -> None:

@@ -13,17 +13,30 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec import LLM, SamplingParams
+from jaxspec import LLM, SamplingParams, SpeculativeConfig
 from jaxspec.engine.background import side_by_side
+from jaxspec.engine.buckets import Buckets, Shapes
 from jaxspec.engine.rehearsal import RoundRehearsal
 from jaxspec.engine.warmup_shapes import shapes_up_to
-from tests.engine.test_features_while_running import engine
+from tests.engine.test_compilation_count import toy
+from tests.engine.test_engine_requests import all_free
+from tests.engine.test_features_while_running import LONG, NEW, add, engine, step_until
 from tests.support.compilations import COMPILED, counting_compilations
+from tests.support.soak import soak
+from tests.support.tiny import VOCAB
 
 pytestmark = [pytest.mark.once, pytest.mark.usefixtures("toy_families")]
 
 GREEDY = [SamplingParams(0.0)]
 PROGRAMS = ("decode_round", "prefill")  # the large ones
+COMMON = [SamplingParams(0.0), SamplingParams(1.0, seed=3), SamplingParams(1.0, seed=3, top_p=0.9)]
+RARE = [
+    SamplingParams(0.0, presence_penalty=1.0),
+    SamplingParams(0.0, num_speculative_tokens=1),
+    SamplingParams(1.0, seed=3, logprobs=2),
+    SamplingParams(1.0, seed=3, top_k=9, bad_words_token_ids=[[5]]),
+    SamplingParams(0.0, logprobs=-1, prompt_logprobs=1),
+]
 
 
 def small_engine() -> LLM:
@@ -144,6 +157,126 @@ def test_a_size_that_was_not_warmed_compiles_although_a_larger_call_is_compiled(
     for length in (110, 63):  # of 4 and of 2 tiles, and of 8 pages
         llm.generate([8] * length, SamplingParams(0.0, max_tokens=2))
     assert set(map(astuple, llm.runner.program_choice.variants.prefills())) >= {(4, 8), (2, 8)}
+
+
+@pytest.mark.parametrize(("draft_max_model_len", "number"), [(None, 74), (64, 95)])
+def test_a_full_warm_up_for_64_requests_on_a_gpu_compiles_few_programs(
+    draft_max_model_len: int | None, number: int
+) -> None:
+    """Rounds: 3 levels in 7 batches, 5 in 4. Prefills: 2 levels in 9 sizes, 5 in 3. Where any text
+    outgrows the draft, the 3 levels have limited drafts too."""
+    speculative = SpeculativeConfig(
+        method="eagle", num_speculative_tokens=2, draft_max_model_len=draft_max_model_len
+    )
+    # "step" reports the number before anything compiles.
+    llm = toy(speculative=speculative, max_num_seqs=64, compilation="step")
+    batches, buckets = llm.config.batch_buckets, Buckets(llm.config, prefill_tile=48, on_gpu=True)
+    assert batches == (1, 2, 4, 8, 16, 32, 64)
+    shapes = Shapes(batches, [buckets.max_pages], buckets.every_tiles(1, buckets.max_tiles))
+
+    class Counted(Exception):
+        """The number of programs."""
+
+    def report(_: int, total: int) -> None:
+        raise Counted(total)
+
+    llm.runner.on_compiled = report
+    with counting_compilations() as compiled, pytest.raises(Counted, match=f"^{number}$"):
+        llm.engine.warm_levels(shapes)
+    assert not compiled
+
+
+def batches_of_rounds(llm: LLM) -> list[int]:
+    """The slots of the batch of each step's rounds from now on."""
+    found: list[int] = []
+    llm.engine.on_rounds = lambda verification, _: found.append(len(verification.output_tokens))
+    return found
+
+
+def test_a_rare_request_alone_runs_in_the_larger_batch_and_has_its_own_text() -> None:
+    llm, cold = small_engine(), small_engine()
+    llm.warmup()
+    batches = batches_of_rounds(llm)
+    for kind in (*COMMON, *RARE):
+        params = replace(kind, max_tokens=9, ignore_eos=True)
+        batches.clear()
+        with counting_compilations() as compiled:
+            [output] = llm.generate([1, 2], params)
+        assert not compiled and set(batches) == {1 if kind in COMMON else 2}, kind
+        [expected] = cold.generate([1, 2], params)
+        assert output.token_ids == expected.token_ids, kind
+        assert output.outputs[0].logprobs == expected.outputs[0].logprobs, kind
+    assert cold.runner.resident.num_slots == 1
+
+
+def test_a_batch_grows_for_a_rare_request_and_shrinks_when_that_ends() -> None:
+    """Two requests need a batch of two. Rare ones have batches of one and of four."""
+    llm = engine(batch_buckets=(1, 2, 4), max_num_seqs=4)
+    llm.warmup()
+    batches = batches_of_rounds(llm)
+    with counting_compilations() as compiled:
+        olds = [add(llm, prompt, LONG) for prompt in ([1, 2], [4])]
+        step_until(llm, lambda: olds[1].num_generated > 5)
+        assert set(batches) == {2}
+        llm.engine.cancel(olds[1])
+        step_until(llm, lambda: batches[-1] == 1)
+        batches.clear()
+        new = add(llm, [3], NEW)
+        step_until(llm, lambda: new.finish_reason is not None)
+        assert set(batches) == {4} and olds[0].finish_reason is None
+        batches.clear()
+        step_until(llm, lambda: olds[0].finish_reason is not None)
+        assert set(batches) == {1}
+    assert not compiled and all_free(llm)
+    for request, params in ((olds[0], LONG), (new, NEW)):
+        [alone] = engine().generate([request.prompt_token_ids], params)
+        assert request.token_ids == alone.token_ids
+
+
+def test_a_batch_that_was_not_warmed_compiles_although_a_larger_one_is_compiled() -> None:
+    llm = engine(
+        batch_buckets=(1, 2, 3, 4),
+        max_num_seqs=4,
+        max_model_len=36,  # programs of its own
+        max_num_batched_tokens=128,
+    )
+    llm.warmup(batch_sizes=[2])
+    batches = batches_of_rounds(llm)
+    params = replace(RARE[0], max_tokens=5, ignore_eos=True)
+    for number, size, is_new in ((1, 2, False), (4, 4, True), (3, 3, True), (3, 3, False)):
+        batches.clear()
+        with counting_compilations() as compiled:
+            llm.generate([[1]] * number, params)
+        assert set(batches) == {size}
+        assert any("decode_round" in name for name in compiled) == is_new
+
+
+def test_random_requests_compile_nothing_in_any_batch_after_a_full_warm_up() -> None:
+    """Few blocks: requests are preempted, and batches grow and shrink. K goes by how many generate:
+    of two together one alone has drafts, while the other is prefilled."""
+    speculative = SpeculativeConfig(
+        method="eagle",
+        num_speculative_tokens=2,
+        num_speculative_tokens_per_batch_size=[(1, 1, 2), (2, 2, 0), (3, 4, 1)],
+    )  # type: ignore[arg-type]
+    llm = toy(
+        speculative=speculative,
+        max_model_len=128,
+        max_num_seqs=4,
+        batch_buckets=(1, 2, 4),
+        block_size=16,
+        max_num_batched_tokens=32,
+        num_gpu_blocks_override=10,
+    )
+    llm.warmup()
+    soak(llm, VOCAB, 20, seed=0)
+    batches = batches_of_rounds(llm)
+    with counting_compilations() as compiled:
+        soak(llm, VOCAB, 150, seed=1)
+        few = SamplingParams(0.0, max_tokens=20, num_speculative_tokens=1)
+        llm.generate([[1, 2], [3] * 70], [few, COMMON[0]])
+    assert not compiled and all_free(llm) and llm.scheduling.num_preemptions > 0
+    assert set(batches) == {1, 2, 4}
 
 
 def test_the_state_is_bound_to_its_device_from_the_start() -> None:

@@ -124,6 +124,7 @@ class FakeRunner:
     before_rounds: called with the requests of a step's rounds, before they run
     is_slow: whether results stay unready
     finishes: says of a result whether it has become ready, each time that the engine asks
+    batch_of: the batch for requests that one of a given size holds
     """
 
     speculative = None
@@ -164,6 +165,7 @@ class FakeRunner:
         self.before_rounds: Callable[[list[Request]], object] = lambda requests: None
         self.is_slow = False
         self.finishes: Callable[[Result], bool] = lambda _: self._rng.random() < 1 / 3
+        self.batch_of: Callable[[int], int] = lambda least: least
         self.prefills: list[list[Chunk]] = []
         self.rounds: list[list[Request]] = []
         self._results: list[Result] = []
@@ -180,6 +182,10 @@ class FakeRunner:
 
     @property
     def compiler(self) -> FakeRunner:
+        return self
+
+    @property
+    def program_choice(self) -> FakeRunner:
         return self
 
     # --- the state -------------------------------------------------------------------------------
@@ -217,6 +223,10 @@ class FakeRunner:
         self, batch: int, features: SamplingFeatures, running: Sequence[Request]
     ) -> bool:
         return True
+
+    def batch_for(self, features: SamplingFeatures, requests: Sequence[Request], least: int) -> int:
+        assert least == next(b for b in self.sizes.buckets if b >= len(requests))
+        return self.batch_of(least)
 
     def deactivate(self, cleared: Sequence[int]) -> None:
         for slot in cleared:
