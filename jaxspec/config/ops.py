@@ -16,12 +16,19 @@ XlaFlags = tuple[tuple[str, str | bool | int], ...]
 CPU_FLAGS: XlaFlags = (
     ("xla_cpu_experimental_ynn_fusion_type", "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT"),
 )
+# In each program XLA would compile several versions of each small fusion and time them. For its
+# schedule it would read tables of collectives, of which most programs have none. Both together take
+# half of the compilation of a round whose kernels are known.
+QUICK_TO_COMPILE: XlaFlags = (
+    ("xla_gpu_experimental_enable_fusion_autotuner", False),
+    ("xla_gpu_enable_analytical_sol_latency_estimator", False),
+)
 # A schedule that starts an exchange early and ends it late, so that it runs beside products. XLA's
-# model of latencies would end it after one short kernel. Its passes that join products by one
-# weight, and exchanges, would join the halves of a prompt, of which one hides the other's exchange.
+# model of latencies (QUICK_TO_COMPILE) would end it after one short kernel. Its passes that join
+# products by one weight, and exchanges, would join the halves of a prompt, of which one hides the
+# other's exchange.
 HIDING: XlaFlags = (
     ("xla_gpu_enable_latency_hiding_scheduler", True),
-    ("xla_gpu_enable_analytical_sol_latency_estimator", False),
     ("xla_gpu_dot_merger_threshold_mb", 0),
     ("xla_gpu_all_reduce_combine_threshold_bytes", 0),
     ("xla_gpu_all_gather_combine_threshold_bytes", 0),
@@ -107,6 +114,7 @@ class Ops:
         return (
             ("xla_gpu_enable_triton_gemm", False),
             ("xla_gpu_enable_dynamic_slice_fusion", False),
+            *QUICK_TO_COMPILE,
             *graphs,
             *hiding,
         )

@@ -22,6 +22,7 @@ from jaxspec.decode.round import decode_round
 from jaxspec.decode.state import DecodeState
 from jaxspec.decode.verify import Verification
 from jaxspec.layers.params import Params
+from jaxspec.sampling.loop_rows import with_row
 
 # A round of so small a target takes an H200 about a millisecond. JAX and Python take one to two to
 # schedule and dispatch it (hundreds of arguments). Four rounds outlast that; more would only make
@@ -63,21 +64,11 @@ def decode_rounds(
     ) -> tuple[Verification, DecodeState]:
         results, state = carry
         verification, state = decode_round(cfg, params, state, block_tables)
-        return jax.tree.map(partial(_write, i), results, verification), state
+        return jax.tree.map(partial(with_row, i), results, verification), state
 
     shapes, _ = jax.eval_shape(partial(decode_round, cfg), params, state, block_tables)
     results = jax.tree.map(lambda x: jnp.zeros((num_rounds, *x.shape), x.dtype), shapes)
     return lax.fori_loop(0, num_rounds, step, (results, state))
-
-
-def _write(i: jax.Array, results: jax.Array, new: jax.Array) -> jax.Array:
-    """Return results [rounds, ...] with row i replaced.
-
-    jnp.where does it, because XLA turns dynamic_update_slice into a copy to an address that depends
-    on i. For such a copy the host updates the whole CUDA graph in every round.
-    """
-    is_own = jnp.arange(results.shape[0], dtype=jnp.int32) == i
-    return jnp.where(is_own.reshape(-1, *(1,) * new.ndim), new, results)
 
 
 # The whole state is donated: it is a loop's carry, whose small arrays are copied once per program

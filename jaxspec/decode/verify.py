@@ -25,6 +25,7 @@ from jaxspec.layers.flat_rows import FlatRows
 from jaxspec.layers.params import Params
 from jaxspec.sampling.logits import adjust_logits, truncate_logits, truncates
 from jaxspec.sampling.logprobs import Scores, score_tokens
+from jaxspec.sampling.loop_rows import map_rows
 from jaxspec.sampling.processors.processor import Window
 from jaxspec.sampling.state import SamplingState, draw, noise_stream
 from pallas_kernels.rejection_sampling import Inputs, rejection_sample
@@ -346,7 +347,7 @@ def in_pieces(judged: Callable[..., Verification], size: int, *rows: Any) -> Ver
     if size == batch:
         return judged(*rows)
     starts = np.minimum(np.arange(0, batch, size), batch - size).astype(np.int32)
-    pieces = lax.map(
+    pieces = map_rows(
         lambda start: judged(
             *jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, start, size), rows)
         ),

@@ -17,7 +17,8 @@ import jax
 from pallas_kernels.lowering_workers import num_cores
 
 T = TypeVar("T")
-MOST_THREADS = 16
+MOST_THREADS = 16  # of large jobs; those wait for the lowering of kernels, and for each other
+MOST_SMALL_THREADS = 8  # of small jobs beside them
 
 logger = logging.getLogger(__name__)
 
@@ -69,7 +70,7 @@ def side_by_side(
 ) -> None:
     """Run jobs in threads, with the jax settings of the calling thread, and wait for all.
 
-    small: further jobs, which run last and are not reported
+    small: further jobs, in threads of their own, which are not reported
     report: called with the number of finished jobs and of all, at the start and after each
 
     A job that raises is logged, and no other begins. The caller runs what they compile next, one
@@ -81,12 +82,16 @@ def side_by_side(
         with settings():
             job()
 
-    pool = ThreadPoolExecutor(min(MOST_THREADS, num_cores()), thread_name_prefix="jaxspec-warmup")
+    cores = num_cores()
+    pools = [
+        ThreadPoolExecutor(min(most, cores), thread_name_prefix="jaxspec-warmup")
+        for most in (MOST_THREADS, min(MOST_SMALL_THREADS, max(1, cores // 2)))
+    ]
     try:
         with _garbage_kept():
             report(0, len(jobs))
-            reported = {pool.submit(run, job) for job in jobs}
-            futures = [*reported, *(pool.submit(run, job) for job in small)]
+            reported = {pools[0].submit(run, job) for job in jobs}
+            futures = [*reported, *(pools[1].submit(run, job) for job in small)]
             finished = 0
             for future in as_completed(futures):
                 if not future.cancelled() and (error := future.exception()) is not None:
@@ -98,7 +103,8 @@ def side_by_side(
                     report(finished, len(jobs))
     finally:
         # An interrupt waits for no program; the end of the process waits for those that run.
-        pool.shutdown(wait=False, cancel_futures=True)
+        for pool in pools:
+            pool.shutdown(wait=False, cancel_futures=True)
 
 
 @contextlib.contextmanager

@@ -41,6 +41,7 @@ class Round:
     batch: int = BATCH
     pages: int = PAGES
     fp8: bool = False  # keys and values
+    scored: bool = False  # with log-probabilities
 
 
 ROUNDS = {
@@ -85,6 +86,7 @@ def configured(case: Round) -> RoundConfig:
         rule="probabilistic",
         sampled=case.sampled,
         processors=frozenset({"truncation"} if case.truncated else ()),
+        logprobs=case.scored,
         ops=replace(every, rms_norm="reference") if narrow else every,
     )
 
@@ -153,11 +155,20 @@ def test_no_graph_holds_a_copy_to_an_address_that_the_host_computes(case: Compil
     assert not COPIES_BY_THE_HOST & set(case.thunks.launches())
 
 
-@pytest.mark.parametrize("sampled", [False, True])
-def test_the_column_of_a_single_request_is_written_by_a_kernel(sampled: bool) -> None:
-    """Its columns are contiguous, so XLA could copy them, each on a stream of its own."""
-    case = compiled(Round("llama-3-8b", 3, sampled=sampled, batch=1))
-    assert not COPIES_BY_THE_HOST & set(case.thunks.launches())
+@pytest.mark.parametrize(
+    "case",
+    [
+        Round("llama-3-8b", 3, sampled=False, batch=1),
+        Round("llama-3-8b", 3, sampled=True, batch=1),
+        Round("llama-3-8b", 3, sampled=True, batch=1, scored=True),
+        Round("llama-3-8b", 3, sampled=True, scored=True),
+    ],
+    ids=["greedy", "sampled", "scored", "scored, 4 requests"],
+)
+def test_contiguous_results_of_a_loop_are_written_by_kernels(case: Round) -> None:
+    """XLA could copy them, each on a stream of its own: the column of a single request, and the
+    likeliest tokens."""
+    assert not COPIES_BY_THE_HOST & set(compiled(case).thunks.launches())
 
 
 def test_no_small_array_is_copied(case: Compiled) -> None:

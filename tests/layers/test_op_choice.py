@@ -176,7 +176,12 @@ def test_compiler_options_go_with_the_matmul_kernel() -> None:
     assert cfg.compiler_options == () == replace(cfg, cuda_graphs=False).compiler_options
     assert replace(cfg, ops=Ops(attention="mosaic_gpu")).compiler_options == ()
     ours = replace(cfg, ops=Ops(matmul="mosaic_gpu"))
-    flags = {"xla_gpu_enable_triton_gemm": False, "xla_gpu_enable_dynamic_slice_fusion": False}
+    flags = {
+        "xla_gpu_enable_triton_gemm": False,
+        "xla_gpu_enable_dynamic_slice_fusion": False,
+        "xla_gpu_experimental_enable_fusion_autotuner": False,
+        "xla_gpu_enable_analytical_sol_latency_estimator": False,
+    }
     assert dict(ours.compiler_options) == flags
     assert dict(replace(ours, cuda_graphs=False).compiler_options) == flags | {
         "xla_gpu_enable_command_buffer": ""
