@@ -342,6 +342,15 @@ def test_nothing_compiles_when_a_batch_of_several_kinds_shrinks(compilation: str
     assert not compiled
 
 
+def test_small_jobs_do_not_wait_for_large_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Large ones may all wait for other processes, which lower their kernels."""
+    monkeypatch.setattr("jaxspec.engine.background.num_cores", lambda: 1)
+    came = threading.Event()
+    waited: list[bool] = []
+    side_by_side([lambda: waited.append(came.wait(30))], [came.set], lambda *_: None)
+    assert waited == [True]
+
+
 def test_no_garbage_is_collected_beside_the_threads() -> None:
     """It takes a fifth of the time of tracing and lowering, and finds none."""
     found: list[bool] = []
