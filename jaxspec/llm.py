@@ -683,9 +683,9 @@ class LLM:
         sampling_params: kinds of request, in any mixture; None: whatever requests ask.
 
         For None a few programs of each shape serve every request. Greedy, sampled, truncated and
-        scored ones have programs of their own; the others share those that compute all features.
-        All but greedy, sampled and truncated ones have programs for fewer shapes, and run in the
-        next larger one.
+        scored ones have rounds of their own; the others share those that compute all features.
+        All but greedy, sampled and truncated ones have programs for fewer shapes. They run in the
+        next larger one, and all beside them too.
         Kinds that are named have just their own programs, which are faster. A request of another
         kind then compiles once more, and so does one with more stop token ids than any of these
         kinds, than four and than the target's end-of-text ids, or whose bad words have more tokens

@@ -16,9 +16,9 @@ XlaFlags = tuple[tuple[str, str | bool | int], ...]
 CPU_FLAGS: XlaFlags = (
     ("xla_cpu_experimental_ynn_fusion_type", "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT"),
 )
-# In each program XLA would compile several versions of each small fusion and time them. For its
-# schedule it would read tables of collectives, of which most programs have none. Both together take
-# half of the compilation of a round whose kernels are known.
+# In each program XLA would compile several versions of each small fusion, and time them on a GPU.
+# For its schedule it would read tables of collectives, of which most programs have none. Without a
+# GPU both take half of the compilation of a round whose kernels are known (docs/notes/startup.md).
 QUICK_TO_COMPILE: XlaFlags = (
     ("xla_gpu_experimental_enable_fusion_autotuner", False),
     ("xla_gpu_enable_analytical_sol_latency_estimator", False),

@@ -533,7 +533,10 @@ class Engine:
         return self.runner.compiler.may_shrink(size, self._running_features(), running)
 
     def _batch_for(self, least: int, admitted: Sequence[Request]) -> int:
-        """Return the batch for the requests that run and those just admitted; see BatchChoice."""
+        """Return the batch for the requests that run and those just admitted.
+
+        See Scheduler.schedule.
+        """
         requests, features = [*self.scheduler.running, *admitted], self._running_features(admitted)
         return self.runner.program_choice.batch_for(features, requests, least)
 

@@ -100,12 +100,12 @@ class ProgramChoice:
             return least
         pages = self._buckets.pages(max(request.num_pages for request in requests))
         shape = RoundShape(least, pages, self._configs.k_of_batch(len(requests)))
+        self.follow_overrides()
         if not self.variants.knows(shape):
             return least
         fewest = min(request.draft_limit for request in requests)
         key = (features, shape, len(requests), fewest, self._configs.version)
         if key not in self._batches:
-            self.follow_overrides()
             # Only some of them generate while the others are prefilled, with the K of so many.
             most = max(map(self._configs.k_of_batch, range(1, len(requests) + 1)))
             needed = Variant.of(

@@ -131,7 +131,8 @@ class Store:
             path.parent.mkdir(parents=True, exist_ok=True)
             try:
                 part.write_bytes(hashlib.sha256(content).digest() + content)
-                part.replace(path)
+                if self.can_write:  # a source may have changed since
+                    part.replace(path)
             finally:
                 part.unlink(missing_ok=True)
         except OSError as e:
@@ -147,7 +148,8 @@ class Store:
         if not self.can_write:
             return
         if self.at_once:
-            self._unconfirmed.append(path)
+            with self.changing:
+                self._unconfirmed.append(path)
             self._write(path, compiled)
             return
         with self.changing:
@@ -164,10 +166,12 @@ class Store:
         Threads that compile do not look at the sources: each of 400 files would give Python's lock
         to another thread.
         """
-        written, self._unconfirmed = self._unconfirmed, []
+        with self.changing:
+            written, self._unconfirmed = self._unconfirmed, []
         if written and not self.are_sources_as_imported():
             for path in written:
-                path.unlink(missing_ok=True)
+                with contextlib.suppress(OSError):
+                    path.unlink(missing_ok=True)
 
     def write_waiting(self, seconds: float = float("inf")) -> None:
         """Write what waits to be written; begin none after so many seconds."""

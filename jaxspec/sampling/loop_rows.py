@@ -1,9 +1,9 @@
 """The results of a loop's steps, a row each, which kernels write.
 
 XLA writes a contiguous row by a copy to an address that depends on the step, on a stream of its
-own. The host computes the address, so it updates a whole CUDA graph in each step. After such copies
-a GPU may start every kernel of the process 0.6 us later (docs/notes/copies-on-streams.md). A select
-makes the write a kernel.
+own. In a program of CUDA graphs the host, which computes the address, updates a whole graph in each
+step. After such copies a GPU may start every kernel of the process 0.6 us later
+(docs/notes/copies-on-streams.md). A select makes the write a kernel.
 """
 
 from __future__ import annotations
@@ -26,7 +26,10 @@ def with_row(i: jax.Array | int, results: jax.Array, new: jax.Array) -> jax.Arra
 
 
 def map_rows(function: Callable[[Any], T], rows: Any) -> T:
-    """Return function(row) of each row of a pytree of arrays [rows, ...], as lax.map does."""
+    """Return function(row) of each row of a pytree of arrays [rows, ...], as lax.map does.
+
+    Each step selects over all results, so these should be small beside what a step computes.
+    """
     count = jax.tree.leaves(rows)[0].shape[0]
 
     def run(i: jax.Array | int) -> T:

@@ -27,6 +27,9 @@ from jaxspec.sampling.processors.truncation import TruncationState
 from jaxspec.sampling.state import SamplingState
 from tests.support import h200
 
+# Copies to an address that the host computes, and those on another stream.
+COPIES_BY_THE_HOST = {"kDynamicSliceFusion", "kAsyncStart", "kAsyncDone"}
+
 
 @dataclass
 class Thunk:
