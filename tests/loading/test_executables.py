@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import serialize_executable
 
 from jaxspec.loading import executables, program_names
 from jaxspec.loading.executables import Store
@@ -77,6 +78,26 @@ def test_a_warm_up_looks_at_the_sources_once_and_removes_what_it_wrote_if_one_ha
         store.add(tmp_path / "fourth", compiled())
     assert sorted(os.listdir(tmp_path)) == ["first", "second", "source.py"]
     assert not store.can_write
+
+
+def test_a_write_that_ends_after_the_look_at_the_sources_keeps_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An interrupted warm-up does not wait for its threads."""
+    source, store, serialize = tmp_path / "source.py", Store(), serialize_executable.serialize
+    source.write_text("a")
+    monkeypatch.setattr(program_names, "FILES", {str(source): program_names._written(str(source))})
+
+    def serialize_late(compiled: Any) -> Any:
+        found = serialize(compiled)
+        source.write_text("another")
+        store.confirm()
+        return found
+
+    monkeypatch.setattr(serialize_executable, "serialize", serialize_late)
+    store.at_once = 1
+    store.add(tmp_path / "program", compiled())
+    assert os.listdir(tmp_path) == ["source.py"]
 
 
 def test_reading_keeps_a_file_from_being_the_oldest(tmp_path: Path) -> None:
