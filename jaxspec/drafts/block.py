@@ -56,11 +56,17 @@ from jaxspec.models import TargetOutput
 
 @struct.dataclass
 class BlockState:
-    """The keys and values of every request's context: one cache per layer of the draft."""
+    """The keys and values of every request's context.
+
+    caches: one cache per layer of the draft
+    kind:   tells its pytree from NgramState's. PyTreeDefs of different classes are equal if their
+            children are, so jit could return the one for the other.
+    """
 
     LARGE: ClassVar[tuple[str, ...]] = ()
 
     caches: KVCache
+    kind: str = struct.field(pytree_node=False, default="block")
 
 
 @struct.dataclass
