@@ -7,13 +7,10 @@ rounds is idle in the rest.
 
 from __future__ import annotations
 
-from functools import partial
 from operator import itemgetter
 from typing import Any, Protocol
 
 import jax
-import jax.numpy as jnp
-from jax import lax
 
 from jaxspec.cache.metadata import BlockTables
 from jaxspec.config import EngineConfig, RoundConfig
@@ -22,7 +19,7 @@ from jaxspec.decode.round import decode_round
 from jaxspec.decode.state import DecodeState
 from jaxspec.decode.verify import Verification
 from jaxspec.layers.params import Params
-from jaxspec.sampling.loop_rows import with_row
+from jaxspec.sampling.loop_rows import scan_rows
 
 # A round of so small a target takes an H200 about a millisecond. JAX and Python take one to two to
 # schedule and dispatch it (hundreds of arguments). Four rounds outlast that; more would only make
@@ -59,16 +56,10 @@ def decode_rounds(
     before its own axes.
     """
 
-    def step(
-        i: jax.Array, carry: tuple[Verification, DecodeState]
-    ) -> tuple[Verification, DecodeState]:
-        results, state = carry
-        verification, state = decode_round(cfg, params, state, block_tables)
-        return jax.tree.map(partial(with_row, i), results, verification), state
+    def step(_: jax.Array, state: DecodeState) -> tuple[Verification, DecodeState]:
+        return decode_round(cfg, params, state, block_tables)
 
-    shapes, _ = jax.eval_shape(partial(decode_round, cfg), params, state, block_tables)
-    results = jax.tree.map(lambda x: jnp.zeros((num_rounds, *x.shape), x.dtype), shapes)
-    return lax.fori_loop(0, num_rounds, step, (results, state))
+    return scan_rows(step, state, num_rounds)
 
 
 # The whole state is donated: it is a loop's carry, whose small arrays are copied once per program

@@ -83,15 +83,15 @@ def side_by_side(
             job()
 
     cores = num_cores()
-    pools = [
-        ThreadPoolExecutor(min(most, cores), thread_name_prefix="jaxspec-warmup")
-        for most in (MOST_THREADS, min(MOST_SMALL_THREADS, max(1, cores // 2)))
+    for_large, for_small = pools = [
+        ThreadPoolExecutor(threads, thread_name_prefix="jaxspec-warmup")
+        for threads in (min(MOST_THREADS, cores), min(MOST_SMALL_THREADS, max(1, cores // 2)))
     ]
     try:
         with _garbage_kept():
             report(0, len(jobs))
-            reported = {pools[0].submit(run, job) for job in jobs}
-            futures = [*reported, *(pools[1].submit(run, job) for job in small)]
+            reported = {for_large.submit(run, job) for job in jobs}
+            futures = [*reported, *(for_small.submit(run, job) for job in small)]
             finished = 0
             for future in as_completed(futures):
                 if not future.cancelled() and (error := future.exception()) is not None:

@@ -57,12 +57,16 @@ TILES_OF_OTHERS, BATCHES_OF_OTHERS = 3, 2
 
 def prefill_sizes(features: SamplingFeatures, tiles: Sequence[int]) -> Sequence[int]:
     """Return the sizes of prefill calls that a warm-up for every request compiles a level for."""
-    return tiles if features in COMMON else tiles[::-1][::TILES_OF_OTHERS][::-1]
+    return _sizes_of(features, tiles, TILES_OF_OTHERS)
 
 
 def round_batches(features: SamplingFeatures, batches: Sequence[int]) -> Sequence[int]:
     """Return the batches that a warm-up for every request compiles a level's rounds for."""
-    return batches if features in COMMON else batches[::-1][::BATCHES_OF_OTHERS][::-1]
+    return _sizes_of(features, batches, BATCHES_OF_OTHERS)
+
+
+def _sizes_of(features: SamplingFeatures, sizes: Sequence[int], every: int) -> Sequence[int]:
+    return sizes if features in COMMON else sizes[::-1][::every][::-1]
 
 
 @dataclass(frozen=True)

@@ -59,7 +59,7 @@ class Store:
         self._waiting: deque[tuple[float, Path, Any]] = deque()  # and time.monotonic() at latest
         self._unconfirmed: list[Path] = []  # written while at_once was not 0
         self._thread: threading.Thread | None = None
-        self.changing = threading.Lock()  # of _waiting and _thread
+        self.changing = threading.Lock()  # of at_once and of the three above
         self._writing = threading.Lock()
         atexit.register(self.write_waiting, MOST_AT_EXIT)
 

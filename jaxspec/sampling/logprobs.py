@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from flax import struct
 from jax import lax
 
-from jaxspec.sampling.loop_rows import map_rows, with_row
+from jaxspec.sampling.loop_rows import map_rows, scan_rows
 from jaxspec.sampling.params import MAX_LOGPROBS
 from jaxspec.sampling.state import argmax
 from pallas_kernels.vocab_shards import (
@@ -135,18 +135,20 @@ def likeliest(logits: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
     index = jnp.arange(logits.shape[-1], dtype=jnp.int32)
 
     def step(
-        i: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array, jax.Array]
-    ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-        value, at, values, ids = carry
-        left = (flat < value[:, None]) | ((flat == value[:, None]) & (index > at[:, None]))
-        at = argmax(jnp.where(left, flat, -jnp.inf))
-        value = jnp.take_along_axis(flat, at[:, None], axis=-1)[:, 0]
-        return value, at, with_row(i, values, value), with_row(i, ids, at)
+        _: jax.Array, last: tuple[jax.Array, jax.Array]
+    ) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]:
+        value, at = last
+        left = (flat < value) | ((flat == value) & (index > at))
+        at = argmax(jnp.where(left, flat, -jnp.inf))[:, None]
+        found = (jnp.take_along_axis(flat, at, axis=-1), at)
+        return found, found
 
-    first = jnp.full(flat.shape[0], jnp.inf, flat.dtype), jnp.full(flat.shape[0], -1, jnp.int32)
-    found = [jnp.zeros((count, *x.shape), x.dtype) for x in first]
-    _, _, *found = lax.fori_loop(0, count, step, (*first, *found))
-    values, ids = (x.T.reshape(*logits.shape[:-1], count) for x in found)
+    start = (
+        jnp.full((flat.shape[0], 1), jnp.inf, flat.dtype),
+        jnp.full((flat.shape[0], 1), -1, jnp.int32),
+    )
+    values, ids = scan_rows(step, start, count)[0]
+    values, ids = (x[..., 0].T.reshape(*logits.shape[:-1], count) for x in (values, ids))
     return values, ids
 
 

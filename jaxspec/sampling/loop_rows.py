@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 
 T = TypeVar("T")
+C = TypeVar("C")
 
 
 def with_row(i: jax.Array | int, results: jax.Array, new: jax.Array) -> jax.Array:
@@ -25,22 +26,30 @@ def with_row(i: jax.Array | int, results: jax.Array, new: jax.Array) -> jax.Arra
     return jnp.where(is_own.reshape(-1, *(1,) * new.ndim), new, results)
 
 
-def map_rows(function: Callable[[Any], T], rows: Any) -> T:
-    """Return function(row) of each row of a pytree of arrays [rows, ...], as lax.map does.
+def scan_rows(step: Callable[[Any, C], tuple[T, C]], carry: C, count: int) -> tuple[T, C]:
+    """Return the results [count, ...] of all steps, and the last carry.
+
+    step: of (i, carry), returns the result and the next carry, in lax.scan's opposite order
 
     Each step selects over all results, so these should be small beside what a step computes.
     """
-    count = jax.tree.leaves(rows)[0].shape[0]
 
-    def run(i: jax.Array | int) -> T:
+    def write(i: jax.Array, last: tuple[T, C]) -> tuple[T, C]:
+        row, carry = step(i, last[1])
+        return jax.tree.map(partial(with_row, i), last[0], row), carry
+
+    shapes, _ = jax.eval_shape(step, 0, carry)
+    rows = jax.tree.map(lambda x: jnp.zeros((count, *x.shape), x.dtype), shapes)
+    found: tuple[T, C] = lax.fori_loop(0, count, write, (rows, carry))
+    return found
+
+
+def map_rows(function: Callable[[Any], T], rows: Any) -> T:
+    """Return function(row) of each row of a pytree of arrays [rows, ...], as lax.map does."""
+
+    def step(i: jax.Array, _: None) -> tuple[T, None]:
         return function(
             jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, i, keepdims=False), rows)
-        )
+        ), None
 
-    def step(i: jax.Array, results: Any) -> Any:
-        return jax.tree.map(partial(with_row, i), results, run(i))
-
-    shapes = jax.eval_shape(run, 0)
-    results = jax.tree.map(lambda x: jnp.zeros((count, *x.shape), x.dtype), shapes)
-    found: T = lax.fori_loop(0, count, step, results)
-    return found
+    return scan_rows(step, None, jax.tree.leaves(rows)[0].shape[0])[0]

@@ -41,13 +41,17 @@ def test_a_missing_file_says_nothing(tmp_path: Path, caplog: pytest.LogCaptureFi
     assert not caplog.records
 
 
-def test_nothing_is_written_once_a_source_has_changed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The only source that is looked at."""
+    path = tmp_path / "source.py"
+    path.write_text("a")
+    monkeypatch.setattr(program_names, "FILES", {str(path): program_names._written(str(path))})
+    return path
+
+
+def test_nothing_is_written_once_a_source_has_changed(tmp_path: Path, source: Path) -> None:
     """A module that is imported now is not the one that the name knows."""
-    source = tmp_path / "source.py"
-    source.write_text("a")
-    monkeypatch.setattr(program_names, "FILES", {str(source): program_names._written(str(source))})
     store = Store()
     store.write(tmp_path / "program", compiled())
     assert (tmp_path / "program").exists()
@@ -57,12 +61,10 @@ def test_nothing_is_written_once_a_source_has_changed(
 
 
 def test_a_warm_up_looks_at_the_sources_once_and_removes_what_it_wrote_if_one_has_changed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    source, looks, store = tmp_path / "source.py", [], Store()
-    source.write_text("a")
+    looks, store = [], Store()
     monkeypatch.setattr(executables, "STORE", store)
-    monkeypatch.setattr(program_names, "FILES", {str(source): program_names._written(str(source))})
     look = program_names.have_sources_changed
     monkeypatch.setattr(
         program_names, "have_sources_changed", lambda: looks.append(1) is None and look()
@@ -81,12 +83,10 @@ def test_a_warm_up_looks_at_the_sources_once_and_removes_what_it_wrote_if_one_ha
 
 
 def test_a_write_that_ends_after_the_look_at_the_sources_keeps_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An interrupted warm-up does not wait for its threads."""
-    source, store, serialize = tmp_path / "source.py", Store(), serialize_executable.serialize
-    source.write_text("a")
-    monkeypatch.setattr(program_names, "FILES", {str(source): program_names._written(str(source))})
+    store, serialize = Store(), serialize_executable.serialize
 
     def serialize_late(compiled: Any) -> Any:
         found = serialize(compiled)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from jaxspec.sampling.loop_rows import map_rows, with_row
+from jaxspec.sampling.loop_rows import map_rows, scan_rows, with_row
 
 
 @pytest.mark.parametrize("shape", [(), (3,), (2, 1)])
@@ -37,3 +37,13 @@ def test_rows_are_mapped_as_lax_map_does(count: int) -> None:
     found, expected = jax.jit(lambda r: (map_rows(function, r), lax.map(function, r)))(rows)
     assert jax.tree.structure(found) == jax.tree.structure(expected)
     jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
+def test_a_carry_goes_from_step_to_step_as_in_lax_scan() -> None:
+    def step(i: jax.Array, carry: jax.Array) -> tuple[Any, jax.Array]:
+        return {"before": carry, "step": i}, carry * 2 + i
+
+    start, steps = jnp.int32(3), jnp.arange(5, dtype=jnp.int32)
+    found = jax.jit(lambda: scan_rows(step, start, 5))()
+    last, rows = lax.scan(lambda carry, i: step(i, carry)[::-1], start, steps)
+    jax.tree.map(np.testing.assert_array_equal, found, (rows, last))
