@@ -122,7 +122,8 @@ def without_rows(state: DecodeState, processors: dict[str, Any]) -> DecodeState:
     rows: dict[str, Any] = dict.fromkeys(f.name for f in fields(state))
     draft: Any = state.draft
     if draft is not None:
-        draft = replace(draft, **{f.name: None for f in fields(draft) if f.name != "caches"})
+        arrays = (f.name for f in fields(draft) if f.metadata.get("pytree_node", True))
+        draft = replace(draft, **{name: None for name in arrays if name != "caches"})
     rows |= {"draft": draft, "target_caches": state.target_caches, "text": state.text}
     rows["sampling"] = SamplingState(None, None, processors)  # type: ignore[arg-type]
     return DecodeState(**rows)
