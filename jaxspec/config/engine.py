@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from jaxspec.config.cache_dtype import KVCacheDtype, settled_kv_cache_dtype
 from jaxspec.config.keys import ENGINE, checks_keywords
@@ -21,6 +21,14 @@ from jaxspec.config.reading import (
 from jaxspec.config.settings import setting
 
 Compilation = Literal["round", "step", "eager"]
+SWITCHES = "enable_prefix_caching", "enable_expert_parallel", "batch_invariant"
+SIZES = (
+    "max_model_len",
+    "max_num_seqs",
+    "block_size",
+    "tensor_parallel_size",
+    "data_parallel_size",
+)
 
 
 @checks_keywords(ENGINE)
@@ -118,85 +126,19 @@ class EngineConfig:
     batch_invariant: bool = setting(False, "Run programs of one batch size only.")
 
     def __post_init__(self) -> None:
-        if not is_number(self.gpu_memory_utilization) or not 0 < self.gpu_memory_utilization <= 1:
-            raise ConfigError(
-                "gpu_memory_utilization: expected a number in (0, 1], "
-                f"got {shown(self.gpu_memory_utilization)}"
-            )
-        blocks = self.num_gpu_blocks_override
-        if blocks is not None and not all(
-            is_int(b) and b >= 1 for b in (blocks if isinstance(blocks, tuple) else (blocks,))
-        ):
-            raise ConfigError(
-                "num_gpu_blocks_override: expected an integer of at least 1, a tuple of them "
-                f"or None, got {shown(blocks)}"
-            )
-        for name in ("enable_prefix_caching", "enable_expert_parallel", "batch_invariant"):
-            if not isinstance(getattr(self, name), bool):
-                value = shown(getattr(self, name))
-                raise ConfigError(f"{name}: expected true or false, got {value}")
-        sizes = [
-            "max_model_len",
-            "max_num_seqs",
-            "block_size",
-            "tensor_parallel_size",
-            "data_parallel_size",
-        ]
+        _check_share_of_memory(self)
+        for name in SWITCHES:
+            _check_switch(name, getattr(self, name))
+        for name in SIZES:
+            _check_size(name, getattr(self, name))
         if self.max_num_batched_tokens is not None:
-            sizes.append("max_num_batched_tokens")
-        for name in sizes:
-            value = getattr(self, name)
-            if not is_int(value) or value < 1:
-                raise ConfigError(f"{name}: expected an integer of at least 1, got {shown(value)}")
-            check_int32(name, value)
-        if not is_one_of(self.compilation, get_args(Compilation)):
-            raise ConfigError(
-                f"compilation: expected one of {', '.join(get_args(Compilation))}, "
-                f"got {shown(self.compilation)}"
-            )
-        for name, settled in (
-            ("kv_cache_dtype", settled_kv_cache_dtype),
-            ("quantize", settled_quantize),
-        ):
-            object.__setattr__(self, name, settled(name, getattr(self, name)))
-        if not isinstance(self.kernels, str):
-            raise ConfigError(
-                f"kernels: expected a name or op=name,op=name, got {shown(self.kernels)}"
-            )
-        rounds = self.rounds_per_step
-        if rounds is not None and (
-            not is_int(rounds) or rounds < 1 or (rounds > 1 and self.compilation != "round")
-        ):
-            raise ConfigError(
-                "rounds_per_step: expected None or an integer of at least 1, which is 1 unless "
-                f"compilation is 'round', got {shown(rounds)} with compilation {self.compilation!r}"
-            )
-        check_int32("rounds_per_step", rounds)
-        for number in blocks if isinstance(blocks, tuple) else (blocks,):
-            check_int32("num_gpu_blocks_override", number)
+            _check_size("max_num_batched_tokens", self.max_num_batched_tokens)
+        _check_blocks(self.num_gpu_blocks_override)
+        _check_programs(self)
+        _set(self, "kv_cache_dtype", settled_kv_cache_dtype("kv_cache_dtype", self.kv_cache_dtype))
+        _set(self, "quantize", settled_quantize("quantize", self.quantize))
         settle_integers(self)
-        buckets = self.batch_buckets
-        if buckets is None:
-            powers = tuple(1 << i for i in range((self.max_num_seqs - 1).bit_length() + 1))
-            buckets = (self.max_num_seqs,) if self.batch_invariant else powers
-        listed = items_of(buckets) or []
-        buckets = (
-            tuple(sorted({int(b) for b in listed}))
-            if all(is_int(b) and b >= 1 for b in listed)
-            else ()
-        )
-        for size in buckets:
-            check_int32("batch_buckets", size)
-        if not buckets or buckets[-1] < self.max_num_seqs:
-            raise ConfigError(
-                "batch_buckets: expected batch sizes of at least 1 whose largest reaches "
-                f"max_num_seqs {self.max_num_seqs}, got {shown(self.batch_buckets)}"
-            )
-        if self.batch_invariant and len(buckets) > 1:
-            raise ConfigError(
-                f"batch_buckets: expected one batch size with batch_invariant, got {buckets}"
-            )
-        object.__setattr__(self, "batch_buckets", buckets)
+        _set(self, "batch_buckets", _settled_buckets(self))
 
     @property
     def prefill_tokens(self) -> int:
@@ -212,3 +154,87 @@ class EngineConfig:
         """
         tiles = -(-self.prefill_tokens // tile)
         return tiles if self.tensor_parallel_size == 1 or tiles == 1 else tiles + tiles % 2
+
+
+def _check_share_of_memory(config: EngineConfig) -> None:
+    share = config.gpu_memory_utilization
+    if not is_number(share) or not 0 < share <= 1:
+        raise ConfigError(
+            f"gpu_memory_utilization: expected a number in (0, 1], got {shown(share)}"
+        )
+
+
+def _check_switch(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise ConfigError(f"{name}: expected true or false, got {shown(value)}")
+
+
+def _check_size(name: str, value: Any) -> None:
+    if not is_int(value) or value < 1:
+        raise ConfigError(f"{name}: expected an integer of at least 1, got {shown(value)}")
+    check_int32(name, value)
+
+
+def _check_blocks(blocks: Any) -> None:
+    """Check num_gpu_blocks_override."""
+    if blocks is None:
+        return
+    numbers = blocks if isinstance(blocks, tuple) else (blocks,)
+    if not all(is_int(number) and number >= 1 for number in numbers):
+        raise ConfigError(
+            "num_gpu_blocks_override: expected an integer of at least 1, a tuple of them "
+            f"or None, got {shown(blocks)}"
+        )
+    for number in numbers:
+        check_int32("num_gpu_blocks_override", number)
+
+
+def _check_programs(config: EngineConfig) -> None:
+    """Check the settings that say which programs there are."""
+    if not is_one_of(config.compilation, get_args(Compilation)):
+        raise ConfigError(
+            f"compilation: expected one of {', '.join(get_args(Compilation))}, "
+            f"got {shown(config.compilation)}"
+        )
+    if not isinstance(config.kernels, str):
+        raise ConfigError(
+            f"kernels: expected a name or op=name,op=name, got {shown(config.kernels)}"
+        )
+    rounds = config.rounds_per_step
+    if rounds is None:
+        return
+    if not is_int(rounds) or rounds < 1 or (rounds > 1 and config.compilation != "round"):
+        raise ConfigError(
+            "rounds_per_step: expected None or an integer of at least 1, which is 1 unless "
+            f"compilation is 'round', got {shown(rounds)} with compilation {config.compilation!r}"
+        )
+    check_int32("rounds_per_step", rounds)
+
+
+def _settled_buckets(config: EngineConfig) -> tuple[int, ...]:
+    """Return the batch sizes in order: batch_buckets or its default."""
+    buckets, most = config.batch_buckets, config.max_num_seqs
+    if buckets is None:
+        powers = tuple(1 << i for i in range((most - 1).bit_length() + 1))
+        check_int32("batch_buckets", powers[-1])
+        return (most,) if config.batch_invariant else powers
+    sizes = items_of(buckets) or []
+    if not all(is_int(size) and size >= 1 for size in sizes):
+        sizes = []
+    for size in sizes:
+        check_int32("batch_buckets", size)
+    sizes = sorted({int(size) for size in sizes})
+    if not sizes or sizes[-1] < most:
+        raise ConfigError(
+            "batch_buckets: expected batch sizes of at least 1 whose largest reaches "
+            f"max_num_seqs {most}, got {shown(buckets)}"
+        )
+    if config.batch_invariant and len(sizes) > 1:
+        raise ConfigError(
+            f"batch_buckets: expected one batch size with batch_invariant, got {tuple(sizes)}"
+        )
+    return tuple(sizes)
+
+
+def _set(config: EngineConfig, name: str, value: Any) -> None:
+    object.__setattr__(config, name, value)

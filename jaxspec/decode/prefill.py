@@ -20,6 +20,7 @@ from jaxspec.decode.state import DecodeState
 from jaxspec.decode.verify import Verification
 from jaxspec.drafts.drafter import PromptChunk
 from jaxspec.layers.context import Pass
+from jaxspec.layers.moe import moe_of
 from jaxspec.layers.params import Params
 from jaxspec.layers.products import pick_row
 from jaxspec.sampling.logits import process_target_logits
@@ -145,7 +146,7 @@ def _parts(cfg: RoundConfig, chunk: PromptChunk) -> tuple[slice, ...]:
     """
     tiles, rows = chunk.tokens.shape
     few = tiles % 2 or tiles * rows < OVERLAPPED_ROWS
-    is_dense = type(cfg.target.attention) is AttentionConfig and not hasattr(cfg.target, "moe")
+    is_dense = type(cfg.target.attention) is AttentionConfig and moe_of(cfg.target) is None
     if few or cfg.ops.layers.size == 1 or not is_dense:
         return (slice(None),)
     return slice(0, tiles // 2), slice(tiles // 2, tiles)

@@ -158,20 +158,17 @@ class BackgroundCompiler:
         features |= own
         assert config.batch_buckets is not None
         batch = next(size for size in config.batch_buckets if size >= len(running))
-        K = self._configs.k_of_batch(len(running))
-        limits_drafts = any(r.draft_limit < K for r in running)
         rows = request.num_known + self._resident.rounds_per_step * (self._max_k + 1)
         blocks = -(-min(rows, config.max_model_len) // config.block_size)
-        pages = self._buckets.pages(max([blocks, *(r.num_pages for r in others)]))
+        shape, limits_drafts = self._choice.next_rounds(batch, running, blocks)
 
         def prefills(tokens: Sequence[int]) -> list[PrefillShape]:
             """The shapes of the calls that prefill so many tokens of each request."""
             tiles = sum(-(-n // self._buckets.prefill_tile) for n in tokens)
             most = self._buckets.max_tiles
             calls = {min(tiles, most), tiles % most if tiles > most else 0} - {0}
-            return [PrefillShape(size, pages) for size in {*map(self._buckets.tiles, calls)}]
+            return [PrefillShape(size, shape.pages) for size in {*map(self._buckets.tiles, calls)}]
 
-        shape = RoundShape(batch, pages, K)
         round_features = replace(features, prompt_logprobs=False)
         needed = Variant.of(round_features, layout, limits_drafts=limits_drafts)
         of_prefill = Variant.of(features, layout)

@@ -37,7 +37,7 @@ from jaxspec.decode.adaptive import (
     num_worthwhile,
 )
 from jaxspec.drafts import DraftModelConfig
-from jaxspec.layers.moe import MoEConfig
+from jaxspec.layers.moe import moe_of
 from jaxspec.layers.params import Params
 
 COMPILED = (1, 3, 7, 15)  # and the largest K
@@ -157,7 +157,7 @@ def _bytes_read(model: TargetConfig, params: Mapping[str, Any]) -> float:
     gathered = set(GATHERED) - ({"embed_tokens"} if "lm_head" not in params else set())
     read = {name: x for name, x in params.items() if name not in gathered}
     experts = [layer["experts"] for layer in params["layers"] if "experts" in layer]
-    moe: MoEConfig | None = getattr(model, "moe", None)
+    moe = moe_of(model)
     idle = 1 - moe.top_k / moe.num_experts if moe is not None else 0.0
     return _num_bytes(read) - idle * _num_bytes(experts)
 

@@ -113,7 +113,7 @@ class ProgramChoice:
                 self._resident.needed,
                 limits_drafts=fewest < most,
             )
-            self._batches[key] = self.variants.smallest_rounds(shape, needed).batch
+            self._batches[key] = self.variants.smallest(shape, needed).batch
         return self._batches[key]
 
     def for_rounds(
@@ -129,14 +129,18 @@ class ProgramChoice:
             self._rounds[key] = self._serving(cfg, variant, needed, shape)
         return self._rounds[key]
 
-    def next_rounds(self, batch: int, running: Sequence[Request]) -> tuple[RoundShape, bool]:
+    def next_rounds(
+        self, batch: int, running: Sequence[Request], num_blocks: int = 0
+    ) -> tuple[RoundShape, bool]:
         """Return the shape of rounds in a batch once all of these requests generate.
 
         The second value says whether some of them have fewer drafts than the rounds.
+
+        num_blocks: that one of them will need; it may have none yet
         """
         K = self._configs.k_of_batch(len(running))
         limits_drafts = any(request.draft_limit < K for request in running)
-        pages = self._buckets.pages(max(request.num_pages for request in running))
+        pages = self._buckets.pages(max([num_blocks, *(request.num_pages for request in running)]))
         return RoundShape(batch, pages, K), limits_drafts
 
     def round_config(self, variant: Variant, shape: RoundShape) -> RoundConfig:
@@ -167,7 +171,7 @@ class ProgramChoice:
         if key not in self._prefill_shapes:
             self.follow_overrides()
             needed = Variant.of(features, self._resident.needed)
-            self._prefill_shapes[key] = self.variants.smallest_prefill(least, needed)
+            self._prefill_shapes[key] = self.variants.smallest(least, needed)
         return self._prefill_shapes[key]
 
     def for_prefill(self, features: SamplingFeatures, shape: PrefillShape) -> Serving:

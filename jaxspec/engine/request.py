@@ -120,8 +120,8 @@ class Request:
 
     @property
     def num_pages(self) -> int:
-        """Columns of a block table that hold all its blocks, in every group."""
-        return max(held.num_pages for held in self.blocks)
+        """Columns of a block table that hold all its blocks, in every group; 0 for no blocks."""
+        return max((held.num_pages for held in self.blocks), default=0)
 
     @property
     def num_known(self) -> int:

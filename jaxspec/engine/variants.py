@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from jaxspec.config import SamplingFeatures
 from jaxspec.engine.round_configs import GREEDY
@@ -165,13 +166,35 @@ class RoundShape:
     pages: int
     num_speculative_tokens: int
 
+    @property
+    def size(self) -> int:
+        """What a program that serves more than is needed has more of."""
+        return self.batch
+
+    def of_size(self, size: int) -> RoundShape:
+        """Return the same shape with another size."""
+        return replace(self, batch=size)
+
 
 @dataclass(frozen=True)
 class PrefillShape:
-    """The shape of a prefill call, in any batch: its tiles, columns of the block tables."""
+    """The shape of a prefill call, in any batch: its tiles, columns of the block tables.
+
+    size and of_size: as RoundShape's
+    """
 
     tiles: int
     pages: int
+
+    @property
+    def size(self) -> int:
+        return self.tiles
+
+    def of_size(self, size: int) -> PrefillShape:
+        return replace(self, tiles=size)
+
+
+Shape = TypeVar("Shape", RoundShape, PrefillShape)
 
 
 class Variants:
@@ -219,18 +242,17 @@ class Variants:
         found = [v for v in self._compiled.get(shape, ()) if v.serves(needed)]
         return min(found, key=lambda v: v.arrays != arrays, default=None)
 
-    def smallest_prefill(self, least: PrefillShape, needed: Variant) -> PrefillShape:
-        """Return the smallest call that is compiled and serves; `least`, which is new, for none."""
-        found = [s for s in self.prefills() if s.pages == least.pages and s.tiles >= least.tiles]
-        found = [s for s in found if self.serving(s, needed)]
-        return min(found, key=lambda s: s.tiles, default=least)
-
-    def smallest_rounds(self, least: RoundShape, needed: Variant) -> RoundShape:
-        """Return the rounds of the smallest batch that serves; see smallest_prefill."""
-        found = [s for s in self._compiled if isinstance(s, RoundShape) and s.batch >= least.batch]
-        found = [s for s in found if replace(s, batch=least.batch) == least]  # the same pages and K
-        found = [s for s in found if self.serving(s, needed)]
-        return min(found, key=lambda s: s.batch, default=least)
+    def smallest(self, least: Shape, needed: Variant) -> Shape:
+        """Return the smallest compiled shape from this size on that serves; `least` for none."""
+        found = [
+            shape
+            for shape in self._compiled
+            if isinstance(shape, type(least))
+            and shape.size >= least.size
+            and shape.of_size(least.size) == least
+            and self.serving(shape, needed)
+        ]
+        return min(found, key=lambda shape: shape.size, default=least)
 
 
 def level_for(needed: Variant, layout: StateLayout, *, limits_drafts: bool) -> Variant:

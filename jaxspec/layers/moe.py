@@ -81,6 +81,11 @@ class MoEConfig:
     shared_size: int = 0
 
 
+def moe_of(model: Any) -> MoEConfig | None:
+    """Return the config of the experts of a target or a draft; None for a dense one."""
+    return getattr(model, "moe", None)
+
+
 def route(
     x: jax.Array,
     router: jax.Array,

@@ -24,6 +24,7 @@ from jaxspec.config import (
     TargetConfig,
 )
 from jaxspec.config.quantization import Fp8Form, Quantization
+from jaxspec.layers.moe import moe_of
 from jaxspec.parallel.gpus import gpu_names
 from jaxspec.parallel.mesh import Device
 from pallas_kernels import (
@@ -271,9 +272,10 @@ def _step_metadata(model: Any) -> str | None:
 
 
 def _moe(model: Any, dtype: DTypeLike) -> str | None:
-    if not hasattr(model, "moe"):
+    cfg = moe_of(model)
+    if cfg is None:
         return None
-    cfg, depth = model.moe, model.hidden_size
+    depth = model.hidden_size
     # Packed experts have the limits of plain ones.
     gate_up = jax.ShapeDtypeStruct((cfg.num_experts, depth, 2 * cfg.intermediate_size), dtype)
     down = jax.ShapeDtypeStruct((cfg.num_experts, cfg.intermediate_size, depth), dtype)

@@ -108,16 +108,15 @@ class Store:
 
     def write(self, path: Path, compiled: Any) -> None:
         """Write a compiled program now; none if a source has changed since the import."""
-        if self.are_sources_as_imported():
+        if program_names.have_sources_changed():
+            self._keep_no_more()
+        else:
             self._write(path, compiled)
 
-    def are_sources_as_imported(self) -> bool:
-        """Return whether no source has changed since the import; if one has, keep nothing more."""
-        if not program_names.have_sources_changed():
-            return True
+    def _keep_no_more(self) -> None:
+        """Write nothing from now on: a source has changed since the import."""
         self.can_write = False
         logger.info("compiled programs are not kept: a source of jaxspec has changed")
-        return False
 
     def _write(self, path: Path, compiled: Any) -> None:
         # Several processes, also of several hosts, may write the same file.
@@ -168,7 +167,8 @@ class Store:
         """
         with self.changing:
             written, self._unconfirmed = self._unconfirmed, []
-        if written and not self.are_sources_as_imported():
+        if written and program_names.have_sources_changed():
+            self._keep_no_more()
             for path in written:
                 with contextlib.suppress(OSError):
                     path.unlink(missing_ok=True)
