@@ -685,7 +685,8 @@ class LLM:
         For None a few programs of each shape serve every request. Greedy, sampled, truncated and
         scored ones have rounds of their own; the others share those that compute all features.
         All but greedy, sampled and truncated ones have programs for fewer shapes. They run in the
-        next larger one, and all beside them too.
+        next larger one, and all beside them too. A second call that names such kinds compiles them
+        for every shape.
         Kinds that are named have just their own programs, which are faster. A request of another
         kind then compiles once more, and so does one with more stop token ids than any of these
         kinds, than four and than the target's end-of-text ids, or whose bad words have more tokens

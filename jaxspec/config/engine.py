@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
 from jaxspec.config.cache_dtype import KVCacheDtype, settled_kv_cache_dtype
@@ -21,14 +21,6 @@ from jaxspec.config.reading import (
 from jaxspec.config.settings import setting
 
 Compilation = Literal["round", "step", "eager"]
-SWITCHES = "enable_prefix_caching", "enable_expert_parallel", "batch_invariant"
-SIZES = (
-    "max_model_len",
-    "max_num_seqs",
-    "block_size",
-    "tensor_parallel_size",
-    "data_parallel_size",
-)
 
 
 @checks_keywords(ENGINE)
@@ -127,14 +119,15 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         _check_share_of_memory(self)
-        for name in SWITCHES:
-            _check_switch(name, getattr(self, name))
-        for name in SIZES:
-            _check_size(name, getattr(self, name))
+        for field in fields(self):
+            if field.type == "bool":
+                _check_switch(field.name, getattr(self, field.name))
+            elif field.type == "int":
+                _check_size(field.name, getattr(self, field.name))
         if self.max_num_batched_tokens is not None:
             _check_size("max_num_batched_tokens", self.max_num_batched_tokens)
         _check_blocks(self.num_gpu_blocks_override)
-        _check_programs(self)
+        _check_compilation(self)
         _set(self, "kv_cache_dtype", settled_kv_cache_dtype("kv_cache_dtype", self.kv_cache_dtype))
         _set(self, "quantize", settled_quantize("quantize", self.quantize))
         settle_integers(self)
@@ -189,8 +182,8 @@ def _check_blocks(blocks: Any) -> None:
         check_int32("num_gpu_blocks_override", number)
 
 
-def _check_programs(config: EngineConfig) -> None:
-    """Check the settings that say which programs there are."""
+def _check_compilation(config: EngineConfig) -> None:
+    """Check the settings of the compiled programs: compilation, kernels and rounds_per_step."""
     if not is_one_of(config.compilation, get_args(Compilation)):
         raise ConfigError(
             f"compilation: expected one of {', '.join(get_args(Compilation))}, "

@@ -17,17 +17,19 @@ CPU_FLAGS: XlaFlags = (
     ("xla_cpu_experimental_ynn_fusion_type", "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT"),
 )
 # In each program XLA would compile several versions of each small fusion, and time them on a GPU.
-# For its schedule it would read tables of collectives, of which most programs have none. Without a
-# GPU both take half of the compilation of a round whose kernels are known (docs/notes/startup.md).
+# For its model of latencies it would read tables of collectives, of which most programs have none.
+# Without a GPU both take half of the compilation of a round whose kernels are known
+# (docs/notes/startup.md).
+NO_MODEL_OF_LATENCIES: XlaFlags = (("xla_gpu_enable_analytical_sol_latency_estimator", False),)
 QUICK_TO_COMPILE: XlaFlags = (
     ("xla_gpu_experimental_enable_fusion_autotuner", False),
-    ("xla_gpu_enable_analytical_sol_latency_estimator", False),
+    *NO_MODEL_OF_LATENCIES,
 )
 # A schedule that starts an exchange early and ends it late, so that it runs beside products. XLA's
-# model of latencies (QUICK_TO_COMPILE) would end it after one short kernel. Its passes that join
-# products by one weight, and exchanges, would join the halves of a prompt, of which one hides the
-# other's exchange.
+# model of latencies would end it after one short kernel. Its passes that join products by one
+# weight, and exchanges, would join the halves of a prompt, of which one hides the other's exchange.
 HIDING: XlaFlags = (
+    *NO_MODEL_OF_LATENCIES,
     ("xla_gpu_enable_latency_hiding_scheduler", True),
     ("xla_gpu_dot_merger_threshold_mb", 0),
     ("xla_gpu_all_reduce_combine_threshold_bytes", 0),
@@ -98,13 +100,14 @@ class Ops:
         return "reference" not in (self.matmul, self.rms_norm)
 
     def compiler_options(self, *, cuda_graphs: bool, hiding: XlaFlags = ()) -> XlaFlags:
-        """Return XLA flags for programs with these ops, on GPUs as measured on an H200.
+        """Return XLA flags for programs with these ops, on GPUs as measured on an H200 or H100.
 
         cuda_graphs: False launches kernel by kernel
         hiding:      HIDING, with COPYING or alone, for a program whose sums XLA exchanges
 
         For the products that the matmul kernel leaves to XLA (prefill, large batches), cuBLAS is
-        faster than the Triton products that XLA's autotuner picks. XLA would launch a kernel whose
+        faster than the Triton products that XLA's autotuner picks. The small fusions beside them
+        run as fast without being timed (QUICK_TO_COMPILE). XLA would launch a kernel whose
         result goes into one column a second time, as a "dynamic slice fusion". The figures are in
         docs/performance.md.
         """

@@ -50,6 +50,11 @@ class SamplingFeatures:
         """Return whether these features include all of the others."""
         return self | other == self
 
+    @property
+    def of_rounds(self) -> SamplingFeatures:
+        """These features without those that prefill alone computes."""
+        return replace(self, prompt_logprobs=False)
+
 
 @dataclass(frozen=True, kw_only=True)
 class RoundConfig(SamplingFeatures):

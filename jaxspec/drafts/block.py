@@ -60,7 +60,7 @@ class BlockState:
 
     caches: one cache per layer of the draft
     kind:   tells its pytree from NgramState's. PyTreeDefs of different classes are equal if their
-            children are, so jit could return the one for the other.
+            children are, and jit's tables may then give one for the other.
     """
 
     LARGE: ClassVar[tuple[str, ...]] = ()

@@ -115,6 +115,8 @@ class DraftState(Protocol):
 
     caches: one cache per layer of the draft, shared by all slots
     LARGE:  names of the fields that a round writes in place; their memory is donated
+
+    Without its caches, its pytree must differ from every other drafter's; see BlockState.kind.
     """
 
     LARGE: ClassVar[tuple[str, ...]]

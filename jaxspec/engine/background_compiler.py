@@ -39,7 +39,6 @@ class BackgroundCompiler:
         self._resident, self._choice, self._rehearsals = resident, choice, rehearsals
         self._configs, self._buckets = configs, buckets
         self._has_draft = speculative is not None
-        self._adapts = speculative is not None and speculative.adapts
         self._max_k = speculative.max_k if speculative else 0
         self._background: Background[list[Compiled]] = Background()
         # The job of each request that waits for one, and the error of each whose job has failed.
@@ -111,8 +110,7 @@ class BackgroundCompiler:
         if choice.is_warm or not self._rehearsals.are_possible or not running:
             return True
         shape, limits_drafts = choice.next_rounds(batch, running)
-        round_features = replace(features, prompt_logprobs=False)
-        needed = Variant.of(round_features, needed_layout, limits_drafts=limits_drafts)
+        needed = Variant.of(features.of_rounds, needed_layout, limits_drafts=limits_drafts)
         if choice.variants.serving(shape, needed) or not choice.variants.knows(shape):
             return True
         level = level_for(needed, needed_layout, limits_drafts=self._has_draft)
@@ -125,10 +123,12 @@ class BackgroundCompiler:
         If not, their program is compiled in the background where that is possible.
         """
         choice, resident = self._choice, self._resident
-        pages = self._buckets.pages(max(r.num_pages for r in requests))
+        pages = self._buckets.pages_of(r.num_pages for r in requests)
         shape = RoundShape(resident.num_slots, pages, K)
         choice.follow_overrides()
-        needed = Variant.of(features, resident.needed, limits_drafts=self._adapts)
+        needed = Variant.of(
+            features, resident.needed, limits_drafts=self._configs.always_limits_drafts
+        )
         if (
             choice.is_warm
             or not self._rehearsals.are_possible
@@ -169,8 +169,7 @@ class BackgroundCompiler:
             calls = {min(tiles, most), tiles % most if tiles > most else 0} - {0}
             return [PrefillShape(size, shape.pages) for size in {*map(self._buckets.tiles, calls)}]
 
-        round_features = replace(features, prompt_logprobs=False)
-        needed = Variant.of(round_features, layout, limits_drafts=limits_drafts)
+        needed = Variant.of(features.of_rounds, layout, limits_drafts=limits_drafts)
         of_prefill = Variant.of(features, layout)
         unprefilled = [r.num_known - r.num_prefilled for r in others if not r.is_prefilled]
         alone = prefills([request.num_known])

@@ -6,7 +6,7 @@ table is whole.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from jaxspec.config import EngineConfig
@@ -54,6 +54,10 @@ class Buckets:
         return min(
             -(-power_of_two(max(num_blocks * size, MIN_PAGES_TOKENS)) // size), self.max_pages
         )
+
+    def pages_of(self, num_blocks: Iterable[int]) -> int:
+        """Return the columns of the block table for requests of these numbers of blocks."""
+        return self.max_pages if self.on_gpu else self.pages(max(num_blocks))
 
     def tiles(self, num_tiles: int) -> int:
         """Return the tiles of the smallest prefill call that holds so many.

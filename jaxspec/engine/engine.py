@@ -566,11 +566,13 @@ class Engine:
         runner.resident.deactivate(found.cleared)
         if not found.requests:
             return False
-        features = replace(self._running_features(), prompt_logprobs=False)
+        features = self._running_features().of_rounds
         K = runner.configs.k_of_batch(len(found.requests))
         if self.choice is not None:
             K = self._choose_k(self.choice, features, found.requests)
-        limits = any(self._allowed_drafts(r, K, longest=True) < K for r in found.requests)
+        limits = runner.configs.always_limits_drafts or any(
+            self._allowed_drafts(r, K, longest=True) < K for r in found.requests
+        )
         verification = runner.round(
             features, found.requests, num_speculative_tokens=K, limits_drafts=limits
         )

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from typing import Any
 
 from jaxspec.config import RoundConfig, SamplingFeatures
@@ -15,7 +16,7 @@ from jaxspec.engine.buckets import Buckets
 from jaxspec.engine.request import Request
 from jaxspec.engine.resident_state import ResidentState
 from jaxspec.engine.round_configs import RoundConfigs
-from jaxspec.engine.variants import PrefillShape, RoundShape, Variant, Variants
+from jaxspec.engine.variants import PrefillShape, RoundShape, Shape, Variant, Variants
 from jaxspec.sampling.rows import StateLayout
 
 
@@ -56,9 +57,8 @@ class ProgramChoice:
         self._resident, self._configs, self._buckets = resident, configs, buckets
         self._variants_of = configs.version
         self._rounds: dict[Any, Serving] = {}
-        self._batches: dict[Any, int] = {}
         self._prefills: dict[Any, Serving] = {}
-        self._prefill_shapes: dict[Any, PrefillShape] = {}
+        self._shapes: dict[Any, Any] = {}
 
     # --- layouts and settings --------------------------------------------------------------------
 
@@ -77,9 +77,8 @@ class ProgramChoice:
     def forget_choices(self) -> None:
         """Choose anew from now on."""
         self._rounds.clear()
-        self._batches.clear()
         self._prefills.clear()
-        self._prefill_shapes.clear()
+        self._shapes.clear()
 
     def follow_overrides(self) -> None:
         """Forget the compiled programs of other settings (RoundConfigs.override)."""
@@ -89,32 +88,21 @@ class ProgramChoice:
     # --- rounds ----------------------------------------------------------------------------------
 
     def batch_for(self, features: SamplingFeatures, requests: Sequence[Request], least: int) -> int:
-        """Return the size of the batch for these requests: `least`, or a larger one.
-
-        After a warm-up for every request, rare features run in the next larger batch that serves
-        them. A batch that was not warmed compiles, since a larger one could take far longer.
-        """
+        """Return the size of the batch for these requests: `least`, or a larger one (_smallest)."""
         buckets = self._buckets.config.batch_buckets
         assert buckets is not None
         if not self.is_warm or not requests or least == buckets[-1]:
             return least
-        pages = self._buckets.pages(max(request.num_pages for request in requests))
-        shape = RoundShape(least, pages, self._configs.k_of_batch(len(requests)))
-        self.follow_overrides()
-        if not self.variants.knows(shape):
-            return least
+        shape, _ = self.next_rounds(least, requests)
+        # Only some of them generate while the others are prefilled, with the K of so many.
         fewest = min(request.draft_limit for request in requests)
-        key = (features, shape, len(requests), fewest, self._configs.version)
-        if key not in self._batches:
-            # Only some of them generate while the others are prefilled, with the K of so many.
-            most = max(map(self._configs.k_of_batch, range(1, len(requests) + 1)))
-            needed = Variant.of(
-                replace(features, prompt_logprobs=False),
-                self._resident.needed,
-                limits_drafts=fewest < most,
-            )
-            self._batches[key] = self.variants.smallest(shape, needed).batch
-        return self._batches[key]
+        numbers = range(1, len(requests) + 1)
+
+        def needed() -> Variant:
+            limits_drafts = fewest < max(map(self._configs.k_of_batch, numbers))
+            return self._needed(features.of_rounds, limits_drafts)
+
+        return self._smallest(shape, needed, features, len(requests), fewest).batch
 
     def for_rounds(
         self, features: SamplingFeatures, shape: RoundShape, limits_drafts: bool
@@ -123,7 +111,7 @@ class ProgramChoice:
         key = (features, shape, limits_drafts, self._configs.version)
         if key not in self._rounds:
             self.follow_overrides()
-            needed = Variant.of(features, self._resident.needed, limits_drafts=limits_drafts)
+            needed = self._needed(features, limits_drafts)
             variant = self.variants.serving(shape, needed) or needed
             cfg = self.round_config(variant, shape)
             self._rounds[key] = self._serving(cfg, variant, needed, shape)
@@ -136,12 +124,13 @@ class ProgramChoice:
 
         The second value says whether some of them have fewer drafts than the rounds.
 
-        num_blocks: that one of them will need; it may have none yet
+        num_blocks: blocks that a request without any will need
         """
         K = self._configs.k_of_batch(len(running))
         limits_drafts = any(request.draft_limit < K for request in running)
-        pages = self._buckets.pages(max([num_blocks, *(request.num_pages for request in running)]))
-        return RoundShape(batch, pages, K), limits_drafts
+        held = (request.num_pages for request in running)
+        pages = self._buckets.pages_of(chain([num_blocks], held))
+        return RoundShape(batch, pages, K), limits_drafts or self._configs.always_limits_drafts
 
     def round_config(self, variant: Variant, shape: RoundShape) -> RoundConfig:
         """Return the static description of a variant's rounds."""
@@ -159,27 +148,15 @@ class ProgramChoice:
     # --- prefill ---------------------------------------------------------------------------------
 
     def prefill_shape(self, features: SamplingFeatures, tiles: int, pages: int) -> PrefillShape:
-        """Return the shape of the call for so many tiles.
-
-        After a warm-up for every request, rare features run in the next larger call that serves
-        them. A size that was not warmed compiles, since a larger call could take far longer.
-        """
-        least = PrefillShape(tiles, pages)
-        if not self.is_warm or not self.variants.knows(least):
-            return least
-        key = (features, least, self._configs.version)
-        if key not in self._prefill_shapes:
-            self.follow_overrides()
-            needed = Variant.of(features, self._resident.needed)
-            self._prefill_shapes[key] = self.variants.smallest(least, needed)
-        return self._prefill_shapes[key]
+        """Return the shape of the call for so many tiles, or of a larger one (_smallest)."""
+        return self._smallest(PrefillShape(tiles, pages), lambda: self._needed(features), features)
 
     def for_prefill(self, features: SamplingFeatures, shape: PrefillShape) -> Serving:
         """As for_rounds; programs that run on the state as it is come first."""
         key = (features, shape, self._configs.version)
         if key not in self._prefills:
             self.follow_overrides()
-            needed, layout = Variant.of(features, self._resident.needed), self._resident.layout
+            needed, layout = self._needed(features), self._resident.layout
             variant = self.variants.serving(shape, needed, arrays=layout.shapes)
             if variant is None:
                 held = replace(features, processors=features.processors | layout.held)
@@ -188,6 +165,28 @@ class ProgramChoice:
             cfg = self.prefill_config(variant)
             self._prefills[key] = self._serving(cfg, variant, needed, shape)
         return self._prefills[key]
+
+    # --- both ------------------------------------------------------------------------------------
+
+    def _smallest(self, least: Shape, needed: Callable[[], Variant], *kind: Any) -> Shape:
+        """Return the shape of the program that serves requests: `least`, or a larger one.
+
+        After a warm-up for every request, rare features run in the next larger program that serves
+        them. A shape that was not warmed compiles, since a larger one could take far longer.
+
+        needed: returns the variant that they need
+        kind: what that follows from
+        """
+        self.follow_overrides()
+        if not self.is_warm or not self.variants.knows(least):
+            return least
+        key = (least, *kind, self._configs.version)
+        if key not in self._shapes:
+            self._shapes[key] = self.variants.smallest(least, needed())
+        return self._shapes[key]
+
+    def _needed(self, features: SamplingFeatures, limits_drafts: bool = False) -> Variant:
+        return Variant.of(features, self._resident.needed, limits_drafts=limits_drafts)
 
     def _serving(
         self, cfg: RoundConfig, variant: Variant, needed: Variant, shape: RoundShape | PrefillShape

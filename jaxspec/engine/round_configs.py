@@ -143,7 +143,7 @@ class RoundConfigs:
             or batch * (K + 1) > GRAPHS_ABOVE_ROWS
             or self._plain.placement.size > 1  # the host launches for all devices
         )
-        limits_drafts |= self._plain.adaptive
+        limits_drafts |= self.always_limits_drafts
         return self.at(ConfigKey(features, K, limits_drafts and K > 0, graphs))
 
     def _make(
@@ -171,6 +171,11 @@ class RoundConfigs:
         if key not in self._made:
             self._made[key] = self._make(*key)
         return self._made[key]
+
+    @property
+    def always_limits_drafts(self) -> bool:
+        """Whether all rounds limit drafts, since acceptance may."""
+        return self._plain.adaptive
 
     @property
     def greedy(self) -> RoundConfig:

@@ -7,7 +7,6 @@ buckets: rows of the batch, and those of jaxspec.engine.buckets.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 
 import jax
 from jax.typing import DTypeLike
@@ -181,9 +180,8 @@ class ModelRunner:
         choice.set_needed(before.fit(features, params))
         try:
             # The layout of the program that will serve them once all of them generate.
-            round_features = replace(features, prompt_logprobs=False)
             expected = choice.next_rounds(resident.num_slots, running)
-            choice.set_layout(choice.for_rounds(round_features, *expected).layout)
+            choice.set_layout(choice.for_rounds(features.of_rounds, *expected).layout)
             if resident.layout.held:
                 for first in range(0, len(added), ADMISSIONS):
                     some = added[first : first + ADMISSIONS]
@@ -204,7 +202,7 @@ class ModelRunner:
         """
         resident, choice, buckets = self.resident, self.program_choice, self.buckets
         placed, rows = in_tiles(chunks, self.prefill_tile)
-        pages = buckets.pages(max(chunk.request.num_pages for chunk in chunks))
+        pages = buckets.pages_of(chunk.request.num_pages for chunk in chunks)
         shape = choice.prefill_shape(features, buckets.tiles(len(placed)), pages)
         size, serving = shape.tiles, choice.for_prefill(features, shape)
         choice.set_layout(serving.layout)
@@ -230,7 +228,7 @@ class ModelRunner:
         """Dispatch a step's rounds; the rows of their results are the slots."""
         resident, choice, running = self.resident, self.program_choice, list(requests)
         resident.tables.update(running)
-        pages = self.buckets.pages(max(r.num_pages for r in running))
+        pages = self.buckets.pages_of(r.num_pages for r in running)
         shape = RoundShape(resident.num_slots, pages, num_speculative_tokens)
         serving = choice.for_rounds(features, shape, limits_drafts)
         choice.set_layout(serving.layout)

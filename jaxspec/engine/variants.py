@@ -50,24 +50,24 @@ PREFILL_LEVELS = (
     replace(PROCESSED, logprobs=True),
     replace(EVERYTHING, prompt_logprobs=True),
 )
-# A warm-up for every request compiles other levels for fewer sizes: every third number of tiles of
-# a prefill call and every second batch, from the largest down.
+# A warm-up for every request compiles the other levels, which are rare, for fewer sizes: every
+# third number of tiles of a prefill call and every second batch, from the largest down.
 COMMON = (GREEDY, SAMPLED, TRUNCATED)
-TILES_OF_OTHERS, BATCHES_OF_OTHERS = 3, 2
+RARE_TILE_STRIDE, RARE_BATCH_STRIDE = 3, 2
 
 
 def prefill_sizes(features: SamplingFeatures, tiles: Sequence[int]) -> Sequence[int]:
     """Return the sizes of prefill calls that a warm-up for every request compiles a level for."""
-    return _sizes_of(features, tiles, TILES_OF_OTHERS)
+    return _sizes_of(features, tiles, RARE_TILE_STRIDE)
 
 
 def round_batches(features: SamplingFeatures, batches: Sequence[int]) -> Sequence[int]:
     """Return the batches that a warm-up for every request compiles a level's rounds for."""
-    return _sizes_of(features, batches, BATCHES_OF_OTHERS)
+    return _sizes_of(features, batches, RARE_BATCH_STRIDE)
 
 
-def _sizes_of(features: SamplingFeatures, sizes: Sequence[int], every: int) -> Sequence[int]:
-    return sizes if features in COMMON else sizes[::-1][::every][::-1]
+def _sizes_of(features: SamplingFeatures, sizes: Sequence[int], stride: int) -> Sequence[int]:
+    return sizes if features in COMMON else sizes[::-1][::stride][::-1]
 
 
 @dataclass(frozen=True)
@@ -168,7 +168,7 @@ class RoundShape:
 
     @property
     def size(self) -> int:
-        """What a program that serves more than is needed has more of."""
+        """The dimension in which a program may be larger than requests need."""
         return self.batch
 
     def of_size(self, size: int) -> RoundShape:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
 from functools import partial
 
 import jax
@@ -79,11 +78,11 @@ class WarmupRun:
         """
         self._choice.set_needed(self._resident.needed.with_room(params).fit(GREEDY))
         needed, variants = self._resident.needed, []
+        always = self._configs.always_limits_drafts
         for each in features:
-            round_features = replace(each, prompt_logprobs=False)
             variants.append(
                 Warmed(
-                    Variant.of(round_features, needed, limits_drafts=limits_drafts),
+                    Variant.of(each.of_rounds, needed, limits_drafts=limits_drafts or always),
                     # No drafts are limited in a prefill: those of other rounds serve.
                     None if limits_drafts else Variant.of(each, needed),
                     shapes.batches,
@@ -98,18 +97,20 @@ class WarmupRun:
         The state's arrays have room for every request from then on.
         """
         self._choice.set_needed(self._resident.needed.full(GREEDY))
-        needed, drafts, variants = self._resident.needed, self._speculative is not None, []
+        needed, speculative, variants = self._resident.needed, self._speculative, []
+        always = self._configs.always_limits_drafts
         for features in dict.fromkeys((*ROUND_LEVELS, *PREFILL_LEVELS)):
             of_rounds = of_prefill = None
             if features in ROUND_LEVELS:
-                limits = drafts and is_shared(features)
+                limits = always or (speculative is not None and is_shared(features))
                 of_rounds = full_variant(features, needed, limits_drafts=limits)
             if features in PREFILL_LEVELS:
                 of_prefill = full_variant(features, needed)
             batches = round_batches(features, shapes.batches)
             tiles = prefill_sizes(features, shapes.tiles)
             variants.append(Warmed(of_rounds, of_prefill, batches, tiles))
-        if self._speculative is not None and self._speculative.draft_max_model_len is not None:
+        has_limit = speculative is not None and speculative.draft_max_model_len is not None
+        if has_limit and not always:
             for features in COMMON:
                 of_rounds = full_variant(features, needed, limits_drafts=True)
                 variants.append(Warmed(of_rounds, None, shapes.batches, ()))

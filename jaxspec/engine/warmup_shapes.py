@@ -69,6 +69,7 @@ def compile_ahead(engine: Engine, kinds: Sequence[SamplingParams], shapes: Shape
         speculative.draft_max_model_len is not None
         or any(p.num_speculative_tokens is not None for p in kinds)
     )
+    limited &= not engine.runner.configs.always_limits_drafts  # all programs do
     return sum(
         engine.warm(mixtures, params=kinds, shapes=shapes, limits_drafts=limit)
         for limit in ([False, True] if limited else [False])

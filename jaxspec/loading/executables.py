@@ -37,6 +37,8 @@ LATEST = 60.0  # seconds after which they are written in any case
 MOST_AT_EXIT = 10.0  # seconds after which the end of a process begins no further one
 DIGEST = hashlib.sha256().digest_size  # bytes; a file begins with that of its content
 
+Written = list[tuple[Path, Path]]  # files that have no names yet, and these names
+
 logger = logging.getLogger(__name__)
 
 
@@ -57,7 +59,7 @@ class Store:
         self.at_once = 0
         self.last_call = 0.0
         self._waiting: deque[tuple[float, Path, Any]] = deque()  # and time.monotonic() at latest
-        self._unconfirmed: list[Path] = []  # written while at_once was not 0
+        self._unnamed: Written = []  # while at_once is not 0
         self._thread: threading.Thread | None = None
         self.changing = threading.Lock()  # of at_once and of the three above
         self._writing = threading.Lock()
@@ -108,35 +110,47 @@ class Store:
 
     def write(self, path: Path, compiled: Any) -> None:
         """Write a compiled program now; none if a source has changed since the import."""
-        if program_names.have_sources_changed():
-            self._keep_no_more()
-        else:
-            self._write(path, compiled)
+        self._name(self._written(path, compiled))
 
-    def _keep_no_more(self) -> None:
-        """Write nothing from now on: a source has changed since the import."""
-        self.can_write = False
-        logger.info("compiled programs are not kept: a source of jaxspec has changed")
-
-    def _write(self, path: Path, compiled: Any) -> None:
-        # Several processes, also of several hosts, may write the same file.
+    def _written(self, path: Path, compiled: Any) -> Written:
+        """Write a program to a file without a name; return none if it cannot be written."""
+        # Several processes, also of several hosts, may write the same program.
         part = path.with_name(f".{uuid.uuid4().hex}")
         try:
             content = dumps(serialize_executable.serialize(compiled))
         except Exception as e:  # callbacks into Python; an executable without a serial form
             logger.debug("%s is not kept: %r", path.name, e)
-            return
+            return []
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            try:
-                part.write_bytes(hashlib.sha256(content).digest() + content)
-                if self.can_write:  # a source may have changed since
-                    part.replace(path)
-            finally:
-                part.unlink(missing_ok=True)
+            part.write_bytes(hashlib.sha256(content).digest() + content)
         except OSError as e:
+            self._refuse(path, e)
+            _remove(part)
+            return []
+        return [(part, path)]
+
+    def _name(self, written: Written) -> None:
+        """Give files their names; remove them if a source has changed since the import.
+
+        A kernel's source is imported while its program is traced, so the look comes after that.
+        """
+        if written and program_names.have_sources_changed():
             self.can_write = False
-            logger.warning("%s: compiled programs are not kept (%s)", path.parent, e)
+            logger.info("compiled programs are not kept: a source of jaxspec has changed")
+            for part, _ in written:
+                _remove(part)
+            return
+        for part, path in written:
+            try:
+                part.replace(path)
+            except OSError as e:
+                self._refuse(path, e)
+                _remove(part)
+
+    def _refuse(self, path: Path, error: OSError) -> None:
+        self.can_write = False
+        logger.warning("%s: compiled programs are not kept (%s)", path.parent, error)
 
     def add(self, path: Path, compiled: Any) -> None:
         """Write a new program: in warm-up at once, else when none is called for a while.
@@ -146,32 +160,31 @@ class Store:
         """
         if not self.can_write:
             return
-        if self.at_once:
-            with self.changing:
-                self._unconfirmed.append(path)
-            self._write(path, compiled)
-            return
         with self.changing:
-            self._waiting.append((time.monotonic() + LATEST, path, compiled))
-            if self._thread is None:
-                self._thread = threading.Thread(
-                    target=self._write_when_quiet, name="jaxspec-executables", daemon=True
-                )
-                self._thread.start()
+            if not self.at_once:
+                self._waiting.append((time.monotonic() + LATEST, path, compiled))
+                if self._thread is None:
+                    self._thread = threading.Thread(
+                        target=self._write_when_quiet, name="jaxspec-executables", daemon=True
+                    )
+                    self._thread.start()
+                return
+        written = self._written(path, compiled)
+        with self.changing:
+            if self.at_once:
+                self._unnamed += written
+                return
+        self._name(written)  # an interrupted warm-up does not wait for its threads
 
-    def confirm(self) -> None:
-        """Remove what was written at once if a source has changed since the import.
+    def name_all(self) -> None:
+        """Name what was written at once, after one look at the sources.
 
-        Threads that compile do not look at the sources: each of 400 files would give Python's lock
-        to another thread.
+        Threads that compile do not look: each of 400 files would give Python's lock to another
+        thread.
         """
         with self.changing:
-            written, self._unconfirmed = self._unconfirmed, []
-        if written and program_names.have_sources_changed():
-            self._keep_no_more()
-            for path in written:
-                with contextlib.suppress(OSError):
-                    path.unlink(missing_ok=True)
+            written, self._unnamed = self._unnamed, []
+        self._name(written)
 
     def write_waiting(self, seconds: float = float("inf")) -> None:
         """Write what waits to be written; begin none after so many seconds."""
@@ -199,6 +212,11 @@ class Store:
                     if not self._waiting:
                         self._thread = None
                         return
+
+
+def _remove(part: Path) -> None:
+    with contextlib.suppress(OSError):
+        part.unlink(missing_ok=True)
 
 
 STORE = Store()
@@ -267,4 +285,4 @@ def written_at_once() -> Iterator[None]:
     finally:
         with STORE.changing:
             STORE.at_once -= 1
-        STORE.confirm()
+        STORE.name_all()

@@ -15,7 +15,7 @@ from jaxspec.drafts import DSparkConfig
 from jaxspec.tools.benchmark.dimensions import MODELS
 from tests.aot.test_round_aot import GROUP, PAGES
 from tests.support import h200
-from tests.support.h200_round import COPIES_BY_THE_HOST, Compiled, body_of, compile_round
+from tests.support.h200_round import COPIES_ON_STREAMS, Compiled, body_of, compile_round
 
 pytestmark = [
     pytest.mark.aot,
@@ -97,7 +97,7 @@ def test_a_round_is_three_cuda_graphs(batch: int) -> None:
     kinds = [thunk.kind for thunk in case.round.inside]
     assert kinds == ["kCommandBuffer", "kWhile", "kCommandBuffer"]
     assert [thunk.kind for thunk in body_of(case.round).inside] == ["kCommandBuffer"]
-    assert not COPIES_BY_THE_HOST & set(case.thunks.launches())
+    assert not COPIES_ON_STREAMS & set(case.thunks.launches())
 
 
 @pytest.mark.parametrize("batch", [1, BATCH])

@@ -18,7 +18,7 @@ from jaxspec.tools.benchmark.dimensions import MODELS, draft_config
 from pallas_kernels import hopper
 from tests.aot.test_round_aot import GROUP, PAGES
 from tests.support import h200
-from tests.support.h200_round import Compiled, body_of, compile_round
+from tests.support.h200_round import COPIES_ON_STREAMS, Compiled, body_of, compile_round
 
 pytestmark = [
     pytest.mark.aot,
@@ -72,6 +72,7 @@ def test_a_round_is_one_program_with_the_caches_of_both_in_place() -> None:
     )
     assert not made
     assert case.aliased >= 2 * (TARGET_LAYERS + DRAFT_LAYERS) * math.prod(shape) * 2
+    assert not COPIES_ON_STREAMS & set(case.thunks.launches())
     assert not re.findall(r" (?:sort|topk|infeed|outfeed|send|recv|async-start)\(.*", case.hlo)
     weights = r"bf16\[(?:151936,1024|1024,151936|151936,4096|4096,151936|1024,1024|4096,4096)\]"
     assert not re.findall(rf"= \(?{weights}\S* (?:copy|fusion|transpose)\(.*", case.hlo)

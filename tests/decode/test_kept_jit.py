@@ -65,7 +65,10 @@ def in_new_process(**changes: Any) -> KeptJit:
 
 
 def run(program: KeptJit, size: int = 3, factor: float = 2.0) -> Any:
-    return program(factor, WEIGHTS, jnp.ones(size), jnp.zeros(2, jnp.int32))
+    try:
+        return program(factor, WEIGHTS, jnp.ones(size), jnp.zeros(2, jnp.int32))
+    finally:
+        executables.STORE.name_all()
 
 
 def test_a_later_process_finds_a_program_without_a_trace(folder: Path) -> None:

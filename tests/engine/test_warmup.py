@@ -14,9 +14,12 @@ import numpy as np
 import pytest
 
 from jaxspec import LLM, SamplingParams, SpeculativeConfig
+from jaxspec.engine import draft_choice
 from jaxspec.engine.background import side_by_side
 from jaxspec.engine.buckets import Buckets, Shapes
+from jaxspec.engine.draft_choice import DraftCost
 from jaxspec.engine.rehearsal import RoundRehearsal
+from jaxspec.engine.variants import PrefillShape
 from jaxspec.engine.warmup_shapes import shapes_up_to
 from tests.engine.test_compilation_count import toy
 from tests.engine.test_engine_requests import all_free
@@ -109,7 +112,8 @@ def prefill_sizes_of(llm: LLM) -> dict[int, int]:
     """The tiles of the calls that ran, by those that their tokens take."""
     return {
         least.tiles: s.tiles
-        for (_, least, _), s in llm.runner.program_choice._prefill_shapes.items()
+        for (least, *_), s in llm.runner.program_choice._shapes.items()
+        if isinstance(s, PrefillShape)
     }
 
 
@@ -209,6 +213,36 @@ def test_a_rare_request_alone_runs_in_the_larger_batch_and_has_its_own_text() ->
     assert cold.runner.resident.num_slots == 1
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [{"adaptive": True}, {"fallback_method": "ngram"}, {"draft_max_model_len": 24}],
+    ids=str,
+)
+def test_fewer_drafts_are_not_rare_where_all_rounds_may_limit_drafts(
+    settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(draft_choice, "draft_cost", lambda *_: DraftCost(0.0, 0.1))
+    spec = SpeculativeConfig(method="eagle", num_speculative_tokens=2, **settings)
+    llm = toy(
+        speculative=spec,
+        max_model_len=128,
+        max_num_seqs=2,
+        batch_buckets=(1, 2),
+        block_size=16,
+        max_num_batched_tokens=32,
+    )
+    llm.warmup()
+    batches = batches_of_rounds(llm)
+    with counting_compilations() as compiled:
+        for kind, batch in (*((kind, 1) for kind in COMMON), (RARE[0], 2)):
+            batches.clear()
+            few = replace(kind, max_tokens=9, ignore_eos=True, num_speculative_tokens=1)
+            llm.generate([1, 2], few)
+            assert set(batches) == {batch}, kind
+        soak(llm, VOCAB, 30, seed=1)
+    assert not compiled and all_free(llm)
+
+
 def test_a_batch_grows_for_a_rare_request_and_shrinks_when_that_ends() -> None:
     """Two requests need a batch of two. Rare ones have batches of one and of four."""
     llm = engine(batch_buckets=(1, 2, 4), max_num_seqs=4)
@@ -269,7 +303,6 @@ def test_random_requests_compile_nothing_in_any_batch_after_a_full_warm_up() -> 
         num_gpu_blocks_override=10,
     )
     llm.warmup()
-    soak(llm, VOCAB, 20, seed=0)
     batches = batches_of_rounds(llm)
     with counting_compilations() as compiled:
         soak(llm, VOCAB, 150, seed=1)

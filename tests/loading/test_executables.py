@@ -60,7 +60,7 @@ def test_nothing_is_written_once_a_source_has_changed(tmp_path: Path, source: Pa
     assert not (tmp_path / "later").exists() and not store.can_write
 
 
-def test_a_warm_up_looks_at_the_sources_once_and_removes_what_it_wrote_if_one_has_changed(
+def test_a_warm_up_looks_at_the_sources_once_and_names_nothing_if_one_has_changed(
     tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     looks, store = [], Store()
@@ -72,7 +72,7 @@ def test_a_warm_up_looks_at_the_sources_once_and_removes_what_it_wrote_if_one_ha
     with executables.written_at_once():
         for name in ("first", "second"):
             store.add(tmp_path / name, compiled())
-        assert not looks
+        assert not looks and not (tmp_path / "first").exists()  # a killed warm-up leaves nothing
     assert len(looks) == 1 and (tmp_path / "first").exists() and store.can_write
     with executables.written_at_once():
         store.add(tmp_path / "third", compiled())
@@ -82,22 +82,25 @@ def test_a_warm_up_looks_at_the_sources_once_and_removes_what_it_wrote_if_one_ha
     assert not store.can_write
 
 
-def test_a_write_that_ends_after_the_look_at_the_sources_keeps_nothing(
-    tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("changes", [True, False])
+def test_a_write_that_ends_after_the_warm_up_looks_at_the_sources_itself(
+    changes: bool, tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An interrupted warm-up does not wait for its threads."""
     store, serialize = Store(), serialize_executable.serialize
 
     def serialize_late(compiled: Any) -> Any:
         found = serialize(compiled)
-        source.write_text("another")
-        store.confirm()
+        store.at_once = 0
+        store.name_all()
+        if changes:
+            source.write_text("another")
         return found
 
     monkeypatch.setattr(serialize_executable, "serialize", serialize_late)
     store.at_once = 1
     store.add(tmp_path / "program", compiled())
-    assert os.listdir(tmp_path) == ["source.py"]
+    assert sorted(os.listdir(tmp_path)) == [*([] if changes else ["program"]), "source.py"]
 
 
 def test_reading_keeps_a_file_from_being_the_oldest(tmp_path: Path) -> None:
@@ -207,12 +210,12 @@ def test_in_a_warm_up_programs_are_written_at_once(
     with executables.written_at_once():
         assert os.listdir(tmp_path) == ["earlier"]
         store.add(tmp_path / "new", compiled())
-        assert sorted(os.listdir(tmp_path)) == ["earlier", "new"]
+    assert sorted(os.listdir(tmp_path)) == ["earlier", "new"]
     with executables.written_at_once():
         with executables.written_at_once():
             pass
         store.add(tmp_path / "beside", compiled())
-        assert (tmp_path / "beside").exists()
+    assert (tmp_path / "beside").exists()
     store.add(tmp_path / "later", compiled())
     assert not (tmp_path / "later").exists()
     store.write_waiting()

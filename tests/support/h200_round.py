@@ -8,6 +8,7 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -17,8 +18,10 @@ from jaxspec.config import RoundConfig
 from jaxspec.decode import programs
 from jaxspec.decode import several_rounds as rounds
 from jaxspec.decode import state as decode_state
+from jaxspec.decode.prefill import prefill
 from jaxspec.decode.state import DecodeState
 from jaxspec.drafts import DraftModelConfig
+from jaxspec.drafts.drafter import PromptChunk
 from jaxspec.drafts.families import layered
 from jaxspec.layers.params import Params, ParamSpec, is_spec
 from jaxspec.loading.model import shared_weights
@@ -28,7 +31,7 @@ from jaxspec.sampling.state import SamplingState
 from tests.support import h200
 
 # Copies to an address that the host computes, and those on another stream.
-COPIES_BY_THE_HOST = {"kDynamicSliceFusion", "kAsyncStart", "kAsyncDone"}
+COPIES_ON_STREAMS = {"kDynamicSliceFusion", "kAsyncStart", "kAsyncDone"}
 
 
 @dataclass
@@ -163,12 +166,39 @@ def compile_round(
             donate_argnums=len(static) + 1,
             options=dict(cfg.compiler_options) | {"xla_dump_to": folder},
         )
-        [thunks] = Path(folder).glob("*jit_decode_round*.thunk_sequence_after_thunk_passes.txt")
         return Compiled(
             cfg,
             num_rounds,
             executable.as_text(),
-            parse_thunks(thunks.read_text()),
+            _thunks_in(folder, "jit_decode_round"),
             report(),
             executable.memory_analysis().alias_size_in_bytes,
         )
+
+
+def compile_prefill(cfg: RoundConfig, num_tiles: int, pages: int) -> Thunk:
+    """Compile a prefill call of one device; return what it launches."""
+    params, state, tables = abstract_arguments(cfg, num_tiles, pages)
+    of_tile = jax.ShapeDtypeStruct((num_tiles,), jnp.int32)
+    tokens = jax.ShapeDtypeStruct((num_tiles, cfg.ops.prefill_tile), jnp.int32)
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        mock.patch("jax.default_backend", lambda: "gpu"),  # products of many rows ask for it
+    ):
+        h200.compile_for_h200(
+            prefill,
+            cfg,
+            params,
+            state,
+            tables,
+            PromptChunk(tokens, of_tile, of_tile, of_tile),
+            static_argnums=0,
+            donate_argnums=2,
+            options=dict(cfg.prefill_options) | {"xla_dump_to": folder},
+        )
+        return _thunks_in(folder, "jit_prefill")
+
+
+def _thunks_in(folder: str, program: str) -> Thunk:
+    [thunks] = Path(folder).glob(f"*{program}*.thunk_sequence_after_thunk_passes.txt")
+    return parse_thunks(thunks.read_text())
