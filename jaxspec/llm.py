@@ -766,7 +766,7 @@ def _counts(name: str, values: Sequence[int] | None) -> list[int] | None:
     if values is None:
         return None
     listed = items_of(values)
-    if listed is None or not all(is_int(value) and value >= 1 for value in listed):
+    if not listed or not all(is_int(value) and value >= 1 for value in listed):
         raise ConfigError(
             f"{name}: expected a list of integers of at least 1 or None, got {shown(values)}"
         )

@@ -207,7 +207,7 @@ RESET_PREFIX_CACHE = ForeignKeys(
     {},
 )
 
-# Attributes of vLLM's LLM, and what to do instead.
+# Attributes of vLLM's LLM and of its outputs, and what to do instead.
 _DELETE = "weights stay on the device until the LLM is deleted"
 _TEXT_ONLY = "models generate text"
 _NEW_WEIGHTS = "LLM((config, params)) takes other weights"
@@ -217,6 +217,7 @@ ATTRIBUTES = {
     "beam_search": "SamplingParams(n=...) samples several texts",
     "classify": _TEXT_ONLY,
     "collective_rpc": _NO_WORKERS,
+    "decoded_token": "`LLM.get_tokenizer().decode([token_id])` gives a token's text",
     "default_sampling_params": "`LLM.get_default_sampling_params()` returns them",
     "embed": _TEXT_ONLY,
     "encode": _TEXT_ONLY,
@@ -269,10 +270,10 @@ def checks_arguments(function: Callable[P, T]) -> Callable[P, T]:
             signature.bind(*args, **kwargs)
         except TypeError as e:
             name = function.__qualname__.removesuffix(".__init__")
+            names = ", ".join(keywords_of(function)) or "vLLM's, by keyword"
             got = str(e).removeprefix("got ").replace("missing a required argument: ", "none for ")
             raise ConfigError(
-                f"{name}: expected the arguments of its signature, got {got}; "
-                f"they are {', '.join(keywords_of(function))}"
+                f"{name}: expected the arguments of its signature, got {got}; they are {names}"
             ) from None
         return function(*args, **kwargs)
 

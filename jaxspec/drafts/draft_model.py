@@ -26,6 +26,7 @@ from jaxspec.config import (
     Ops,
     SpeculativeConfig,
     check_options,
+    is_one_of,
 )
 from jaxspec.config.quantization import form_while_loading, quantized, scale_dtype_of
 from jaxspec.drafts.family import Shapes, same_name
@@ -97,7 +98,7 @@ def drafts_for(model: TargetConfig, target: TargetConfig) -> DraftModelConfig:
 
 def is_model(config: Mapping[str, Any], names: Collection[str]) -> bool:
     """Return whether a checkpoint is a whole model of a known family, by its tensors' names."""
-    known = config.get("model_type") in models.FAMILIES
+    known = is_one_of(config.get("model_type"), models.FAMILIES)
     return known and EMBEDDING in names and FIRST_NORM in names and not is_head(config, names)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any, cast
 
-from jaxspec.config import DraftConfig
+from jaxspec.config import DraftConfig, is_one_of
 from jaxspec.drafts import (
     dflash,
     draft_model,
@@ -96,6 +96,6 @@ def family_of_checkpoint(
         return mtp_deepseek_v4 if model_type == mtp_deepseek_v4.MODEL_TYPE else mtp
     found = head_method(config, names)
     check_method_of_head(method, found)
-    if found == "eagle" and model_type in eagle_llama4.MODEL_TYPES:
+    if found == "eagle" and is_one_of(model_type, eagle_llama4.MODEL_TYPES):
         return eagle_llama4
     return FAMILIES[found]

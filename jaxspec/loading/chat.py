@@ -9,7 +9,8 @@ from typing import Any
 
 from jaxspec.config import ConfigError, is_one_of, items_of, shown
 
-# Arguments of transformers' apply_chat_template that are no variables of a template.
+# Arguments of transformers' apply_chat_template, and what it makes of them: no free variables of a
+# template.
 RESERVED = (
     "add_generation_prompt",
     "chat_template",
@@ -17,6 +18,7 @@ RESERVED = (
     "conversation",
     "documents",
     "max_length",
+    "messages",
     "padding",
     "return_assistant_tokens_mask",
     "return_dict",

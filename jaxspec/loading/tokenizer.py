@@ -45,6 +45,7 @@ class Tokenizer:
                 "give a plain prompt instead"
             )
         rendered = template_messages(messages)
+        owner = "the request" if options.chat_template else self.path
         from jinja2 import TemplateError
 
         from jaxspec.loading.template_limits import TemplateLimitError, limited_template
@@ -62,12 +63,12 @@ class Tokenizer:
                 )
         except TemplateLimitError as e:
             raise ConfigError(
-                f"chat: expected a chat template in {self.path} that ends soon with a text, got {e}"
+                f"chat: expected a chat template in {owner} that ends soon with a text, got {e}"
             ) from e
         except Exception as e:  # the template is a program, which may fail in any way
             says = isinstance(e, TemplateError | TypeError)
             raise ConfigError(
-                f"chat: expected messages that the chat template of {self.path} accepts, "
+                f"chat: expected messages that the chat template of {owner} accepts, "
                 f"got {'' if says else type(e).__name__ + ': '}{e}"
             ) from e
         return self._ids(text, add_special_tokens=False)  # the template writes its own bos
@@ -115,7 +116,8 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
     try:
         hf = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
     except Exception as e:  # tokenizers raises bare Exception for a damaged file
-        reason = (str(e) or type(e).__name__).splitlines()[0]
+        what, *why = (str(e) or type(e).__name__).splitlines()
+        reason = f"{what} {why[0].strip()}" if why and what.rstrip().endswith(":") else what
         raise ConfigError(
             f"{folder}: expected a tokenizer that transformers can read, got {reason}"
         ) from e

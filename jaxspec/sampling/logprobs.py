@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, NoReturn
 
 import jax
 import jax.numpy as jnp
 from flax import struct
 from jax import lax
 
+from jaxspec.config.keys import refuse_attribute
 from jaxspec.sampling.loop_rows import map_rows, scan_rows
 from jaxspec.sampling.params import MAX_LOGPROBS
 from jaxspec.sampling.state import argmax
@@ -55,6 +57,11 @@ class Logprob:
 
     logprob: float
     rank: int
+
+    if not TYPE_CHECKING:  # type checkers know which attributes there are
+
+        def __getattr__(self, name: str) -> NoReturn:
+            refuse_attribute("Logprob", name)
 
 
 def score_tokens(

@@ -38,9 +38,10 @@ def read_prompts(dataset: str, flag: str = "--dataset") -> list[str]:
         or dataset.count("/") != 1
         or not all(dataset.split("/"))
     ):
+        got = "something else than a file" if path.exists() else "no such file"
         raise ConfigError(
             f"{flag} {dataset}: expected a .jsonl file or the id of a data set on the hub, "
-            "got no such file"
+            f"got {got}"
         )
     return _read_hub(dataset, flag)
 

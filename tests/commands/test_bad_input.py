@@ -106,7 +106,7 @@ def check(result, sentence: str) -> None:
             "got no such file",
         ),
         (["--dataset", "some/where.jsonl"], "got no such file"),
-        (["--dataset", "/"], "expected a .jsonl file or the id of a data set on the hub"),
+        (["--dataset", "/"], "or the id of a data set on the hub, got something else than a file"),
         (
             ["--output-json", "/nowhere/run.json"],
             "--output-json /nowhere/run.json: expected a place to write a file, got No such file",

@@ -188,3 +188,10 @@ def test_the_last_draft_stays_unread_only_if_all_are_accepted() -> None:
     tokens = [[5, 6, 7], [5, 6], [5], []]
     assert observed(2, tokens, [True, True, True, False], [1, 1, 1, 1]) == [6, -1, -1, 1]
     assert observed(1, [[5, 6], [5]], [True, True], [-1, 8]) == [5, -1]
+
+
+def test_a_config_whose_model_type_is_no_name_is_no_model() -> None:
+    names = draft_model.EMBEDDING, draft_model.FIRST_NORM
+    assert draft_model.is_model({"model_type": "llama"}, names)
+    for odd in (["llama"], {"llama": 1}, 3, None):
+        assert not draft_model.is_model({"model_type": odd}, names)

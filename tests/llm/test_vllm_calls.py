@@ -9,6 +9,7 @@ import json
 import re
 import shutil
 from collections.abc import Callable
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import pytest
 
 from jaxspec import LLM, ConfigError, EngineConfig, SamplingParams, SpeculativeConfig
 from jaxspec.config import keys
+from jaxspec.sampling.logprobs import Logprob
 from tests.commands.conftest import write_draft, write_target
 
 pytestmark = pytest.mark.once
@@ -508,6 +510,8 @@ def test_one_sentence(
         ({"tools": "weather"}, "tools: expected a list of objects, got 'weather'"),
         ({"chat_template_kwargs": ["a"]}, "chat_template_kwargs: expected variables by name"),
         ({"chat_template_kwargs": {"tokenize": True}}, "variables of the template, got tokenize"),
+        ({"chat_template_kwargs": {"messages": 5}}, "variables of the template, got messages"),
+        ({"chat_template": "{{"}, "that the chat template of the request accepts, got"),
         ({"continue_final_message": True}, "or add_generation_prompt false, got both"),
     ],
 )
@@ -551,6 +555,18 @@ def test_a_wrong_option_of_chat(llm: LLM, options: dict[str, Any], sentence: str
         (
             lambda llm: llm.warmup(batch_sizes=[0]),
             "batch_sizes: expected a list of integers of at least 1 or None, got [0]",
+        ),
+        (
+            lambda llm: llm.warmup(batch_sizes=[]),
+            "batch_sizes: expected a list of integers of at least 1 or None, got []",
+        ),
+        (
+            lambda llm: llm.reset_prefix_cache(False),
+            "got too many positional arguments; they are vLLM's, by keyword",
+        ),
+        (
+            lambda llm: attrgetter("decoded_token")(Logprob(-1.0, 1)),
+            "`Logprob.decoded_token` is not here: `LLM.get_tokenizer().decode([token_id])` gives",
         ),
         (
             lambda llm: llm.warmup(lengths=64),

@@ -147,14 +147,21 @@ def test_missing_or_damaged_files_are_one_sentence(folder, damage):
     assert "\n" not in str(e.value)
 
 
-def test_a_reason_of_several_lines_is_cut_to_one(folder, monkeypatch):
+@pytest.mark.parametrize(
+    ("lines", "sentence"),
+    [
+        ("first line\nsecond line", "first line"),
+        ("error for 'x':\n    no id\nmore", "error for 'x': no id"),
+    ],
+)
+def test_a_reason_of_several_lines_is_cut_to_one(lines, sentence, folder, monkeypatch):
     import transformers
 
     def fail(*args, **kwargs):
-        raise OSError("first line\nsecond line")
+        raise OSError(lines)
 
     monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", fail)
-    with pytest.raises(ConfigError, match="got first line$"):
+    with pytest.raises(ConfigError, match=f"got {sentence}$"):
         load_tokenizer(folder)
 
 
