@@ -42,6 +42,7 @@ class FakeConfigs:
     """
 
     version = 0
+    always_limits_drafts = False
 
     def __init__(self) -> None:
         self.numbers: dict[int, int] = {}

@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import numpy as np
 
@@ -97,6 +97,7 @@ class FakeConfigs:
     lag: int
     num_speculative_tokens: int
     waits: bool
+    always_limits_drafts: ClassVar[bool] = False
 
     def may_wait(self, batch: int) -> bool:
         return self.waits
