@@ -15,6 +15,7 @@ from jaxspec.config.reading import (
     is_number,
     is_one_of,
     items_of,
+    set_field,
     settle_integers,
     shown,
 )
@@ -128,10 +129,12 @@ class EngineConfig:
             _check_size("max_num_batched_tokens", self.max_num_batched_tokens)
         _check_blocks(self.num_gpu_blocks_override)
         _check_compilation(self)
-        _set(self, "kv_cache_dtype", settled_kv_cache_dtype("kv_cache_dtype", self.kv_cache_dtype))
-        _set(self, "quantize", settled_quantize("quantize", self.quantize))
+        set_field(
+            self, "kv_cache_dtype", settled_kv_cache_dtype("kv_cache_dtype", self.kv_cache_dtype)
+        )
+        set_field(self, "quantize", settled_quantize("quantize", self.quantize))
         settle_integers(self)
-        _set(self, "batch_buckets", _settled_buckets(self))
+        set_field(self, "batch_buckets", _settled_buckets(self))
 
     @property
     def prefill_tokens(self) -> int:
@@ -227,7 +230,3 @@ def _settled_buckets(config: EngineConfig) -> tuple[int, ...]:
             f"batch_buckets: expected one batch size with batch_invariant, got {tuple(sizes)}"
         )
     return tuple(sizes)
-
-
-def _set(config: EngineConfig, name: str, value: Any) -> None:
-    object.__setattr__(config, name, value)

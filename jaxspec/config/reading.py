@@ -208,4 +208,9 @@ def settle_integers(config: Any) -> None:
     for field in fields(config):
         value = getattr(config, field.name)
         if is_int(value):
-            object.__setattr__(config, field.name, int(value))
+            set_field(config, field.name, int(value))
+
+
+def set_field(config: Any, name: str, value: Any) -> None:
+    """Set a field of a frozen dataclass, which its __post_init__ alone may do."""
+    object.__setattr__(config, name, value)

@@ -25,6 +25,7 @@ from jaxspec.config.reading import (
     check_int32,
     is_int,
     is_number,
+    set_field,
     settle_integers,
     shown,
 )
@@ -152,13 +153,13 @@ class SpeculativeConfig:
         _settle_names(self)
         _settle_formats(self)
         method, model = draft_methods.settled_method(self.method, self.model)
-        _set(self, "method", method)
-        _set(self, "model", model)
+        set_field(self, "method", method)
+        set_field(self, "model", model)
         draft_methods.check_switches(self)
         _settle_list(self, "synthetic_acceptance_rates", is_number, "numbers")
         _settle_list(self, "eagle_aux_hidden_state_layer_ids", is_int, "integers")
         _check_number(self.num_speculative_tokens)
-        _set(self, "num_speculative_tokens_per_batch_size", _settled_schedule(self))
+        set_field(self, "num_speculative_tokens_per_batch_size", _settled_schedule(self))
         _check_choice_of_drafts(self)
         draft_methods.check_positive(self)
         _check_verify_pass(self)
@@ -234,29 +235,25 @@ def check_options(speculative: SpeculativeConfig, method: str) -> None:
         raise ConfigError(f"{key}: expected it only with {owners}, got it with {method!r}")
 
 
-def _set(config: SpeculativeConfig, name: str, value: object) -> None:
-    object.__setattr__(config, name, value)
-
-
 def _settle_names(config: SpeculativeConfig) -> None:
     """Replace a model's path and vLLM's other names; ConfigError for what is no name."""
     if isinstance(config.model, PathLike):
-        _set(config, "model", fspath(config.model))
+        set_field(config, "model", fspath(config.model))
     for name in ("method", "rejection_sample_method", "draft_sample_method", "model"):
         value = getattr(config, name)
         if not isinstance(value, str) and not (name in ("method", "model") and value is None):
             raise ConfigError(f"{name}: expected a name, got {shown(value)}")
     rule, sampling = config.rejection_sample_method, config.draft_sample_method
-    _set(config, "rejection_sample_method", _RULE_ALIASES.get(rule, rule))
-    _set(config, "draft_sample_method", _DRAFT_ALIASES.get(sampling, sampling))
+    set_field(config, "rejection_sample_method", _RULE_ALIASES.get(rule, rule))
+    set_field(config, "draft_sample_method", _DRAFT_ALIASES.get(sampling, sampling))
 
 
 def _settle_formats(config: SpeculativeConfig) -> None:
     """Replace the formats of the draft's weights and cache by their own names."""
-    _set(config, "draft_quantize", settled_quantize("draft_quantize", config.draft_quantize))
+    set_field(config, "draft_quantize", settled_quantize("draft_quantize", config.draft_quantize))
     if config.draft_kv_cache_dtype is not None:
         name = "draft_kv_cache_dtype"
-        _set(config, name, settled_kv_cache_dtype(name, config.draft_kv_cache_dtype))
+        set_field(config, name, settled_kv_cache_dtype(name, config.draft_kv_cache_dtype))
 
 
 def _settle_list(
@@ -270,7 +267,7 @@ def _settle_list(
         raise ConfigError(f"{name}: expected a list of {kind}, got {shown(value)}")
     for number in value:
         check_int32(name, number)
-    _set(config, name, tuple(value))
+    set_field(config, name, tuple(value))
 
 
 def _check_number(K: int | None) -> None:

@@ -22,11 +22,16 @@ from jaxspec.config import RoundConfig
 from jaxspec.decode import programs, several_rounds
 from jaxspec.decode.prefill import prefill
 from jaxspec.decode.spread import partition, spread
-from jaxspec.drafts.drafter import PromptChunk
 from jaxspec.parallel.layout import Placement
 from tests.aot.test_round_aot import PAGES, STEP_METADATA, Round, configured
 from tests.support import h200
-from tests.support.h200_round import Thunk, abstract_arguments, body_of, parse_thunks
+from tests.support.h200_round import (
+    Thunk,
+    abstract_arguments,
+    body_of,
+    parse_thunks,
+    prefill_arguments,
+)
 from tests.support.slow import slow
 
 pytestmark = [
@@ -202,10 +207,7 @@ def compiled_prefill(num_tiles: int, size: int = 2) -> str:
     mesh = h200.linked_mesh(size, "model")
     case = Round("llama-3-8b", 3, sampled=True, layers=LAYERS, batch=1)
     cfg = replace(configured(case), placement=Placement(mesh))
-    params, state, tables = abstract_arguments(cfg, num_tiles, PAGES)
-    of_tile = jax.ShapeDtypeStruct((num_tiles,), jnp.int32)
-    tokens = jax.ShapeDtypeStruct((num_tiles, cfg.ops.prefill_tile), jnp.int32)
-    args = params, state, tables, PromptChunk(tokens, of_tile, of_tile, of_tile)
+    args = prefill_arguments(cfg, num_tiles, PAGES)
     program = jax.jit(
         spread(prefill, 1, programs.result_and_state), static_argnums=0, donate_argnums=2
     )

@@ -176,11 +176,16 @@ def compile_round(
         )
 
 
-def compile_prefill(cfg: RoundConfig, num_tiles: int, pages: int) -> Thunk:
-    """Compile a prefill call of one device; return what it launches."""
-    params, state, tables = abstract_arguments(cfg, num_tiles, pages)
+def prefill_arguments(cfg: RoundConfig, num_tiles: int, pages: int) -> tuple[Any, ...]:
+    """Return params, state, block tables and chunk of prefill, by their shapes alone."""
     of_tile = jax.ShapeDtypeStruct((num_tiles,), jnp.int32)
     tokens = jax.ShapeDtypeStruct((num_tiles, cfg.ops.prefill_tile), jnp.int32)
+    chunk = PromptChunk(tokens, of_tile, of_tile, of_tile)
+    return *abstract_arguments(cfg, num_tiles, pages), chunk
+
+
+def compile_prefill(cfg: RoundConfig, num_tiles: int, pages: int) -> Thunk:
+    """Compile a prefill call of one device; return what it launches."""
     with (
         tempfile.TemporaryDirectory() as folder,
         mock.patch("jax.default_backend", lambda: "gpu"),  # products of many rows ask for it
@@ -188,10 +193,7 @@ def compile_prefill(cfg: RoundConfig, num_tiles: int, pages: int) -> Thunk:
         h200.compile_for_h200(
             prefill,
             cfg,
-            params,
-            state,
-            tables,
-            PromptChunk(tokens, of_tile, of_tile, of_tile),
+            *prefill_arguments(cfg, num_tiles, pages),
             static_argnums=0,
             donate_argnums=2,
             options=dict(cfg.prefill_options) | {"xla_dump_to": folder},
