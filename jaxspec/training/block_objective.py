@@ -27,7 +27,14 @@ from jaxspec.training.blocks import Blocks, forward_blocks
 from jaxspec.training.config import TrainConfig
 from jaxspec.training.data import Batch
 from jaxspec.training.documents import document_starts
-from jaxspec.training.losses import accepted_prefix, binary_cross_entropy, decayed_sum, head_logits
+from jaxspec.training.losses import (
+    DraftScores,
+    accepted_prefix,
+    binary_cross_entropy,
+    decayed_sum,
+    draft_scores,
+    head_logits,
+)
 from jaxspec.training.objective import StepSums, TrainingPair, batch_states
 from jaxspec.training.target import greedy_and_total, greedy_and_total_of, head_columns
 
@@ -176,13 +183,8 @@ def block_loss(
     def add_up(rows: jax.Array) -> jax.Array:
         return jnp.sum(rows * counted, axis=(0, 1))
 
-    def of_rows(weights: Params, hidden: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        logits = block_logits(weights, draft, hidden, side.previous)
-        log_q = jax.nn.log_softmax(logits, axis=-1)
-        cross_entropy = -jnp.sum(side.probs * log_q, axis=-1)
-        overlap = jnp.sum(jnp.minimum(side.probs, jnp.exp(log_q)), axis=-1)
-        drafted = jnp.argmax(logits, axis=-1).astype(jnp.int32)
-        return cross_entropy, overlap, drafted
+    def of_rows(weights: Params, hidden: jax.Array) -> DraftScores:
+        return draft_scores(block_logits(weights, draft, hidden, side.previous), side.probs)
 
     # Each array of the vocabulary's width is a gigabyte. The backward pass makes them again.
     if cfg.remat:

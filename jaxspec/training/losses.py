@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -66,6 +67,57 @@ def _soft_cross_entropy_backward(
 
 
 soft_cross_entropy.defvjp(_soft_cross_entropy, _soft_cross_entropy_backward)
+
+
+class DraftScores(NamedTuple):
+    """How well distributions q of drafts fit the target's p, one row each.
+
+    cross_entropy: float32 [...], -sum p log q
+    overlap:       float32 [...], sum min(p, q)
+    choice:        int32 [...], the likeliest draft
+    """
+
+    cross_entropy: jax.Array
+    overlap: jax.Array
+    choice: jax.Array
+
+
+@jax.custom_vjp
+def draft_scores(logits: jax.Array, target_probs: jax.Array) -> DraftScores:
+    """Score q = softmax(logits) against p, both float32 [..., V]; p may sum to less than 1.
+
+    target_probs gets no gradient. As in soft_cross_entropy, nothing of size V is kept besides the
+    two arguments.
+    """
+    return _draft_scores(logits, target_probs)[0]
+
+
+def _draft_scores(
+    logits: jax.Array, target_probs: jax.Array
+) -> tuple[DraftScores, tuple[jax.Array, ...]]:
+    total = jax.nn.logsumexp(logits, axis=-1)
+    q = jnp.exp(logits - total[..., None])
+    mass = jnp.sum(target_probs, axis=-1)
+    scores = DraftScores(
+        total * mass - jnp.sum(target_probs * logits, axis=-1),
+        jnp.sum(jnp.minimum(target_probs, q), axis=-1),
+        jnp.argmax(logits, axis=-1).astype(jnp.int32),
+    )
+    below = jnp.sum(jnp.where(q < target_probs, q, 0.0), axis=-1)  # where more q is more overlap
+    return scores, (logits, target_probs, total, mass, below)
+
+
+def _draft_scores_backward(kept: tuple[jax.Array, ...], g: DraftScores) -> tuple[jax.Array, None]:
+    logits, target_probs, total, mass, below = (
+        x if x.ndim == kept[0].ndim else x[..., None] for x in kept
+    )
+    q = jnp.exp(logits - total)
+    of_overlap = jnp.where(q < target_probs, q, 0.0) - below * q
+    to_logits = g.cross_entropy[..., None] * (mass * q - target_probs)
+    return to_logits + g.overlap[..., None] * of_overlap, None
+
+
+draft_scores.defvjp(_draft_scores, _draft_scores_backward)
 
 
 def decayed_sum(step_losses: Sequence[jax.Array], decay: float) -> jax.Array:

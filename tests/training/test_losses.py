@@ -109,3 +109,29 @@ def test_smooth_l1_equals_torchs() -> None:
     np.testing.assert_allclose(
         losses.smooth_l1(jnp.asarray(a), jnp.asarray(b)), expected.numpy(), rtol=TOLERANCE
     )
+
+
+@pytest.mark.parametrize("share", [1.0, 0.8], ids=["whole", "draft vocabulary"])
+def test_scores_of_drafts_and_their_gradient(share: float) -> None:
+    """share: of the target's distribution that the draft's vocabulary has."""
+    z, p = jnp.asarray(logits(0)), share * jax.nn.softmax(jnp.asarray(logits(1)), axis=-1)
+    weights = jnp.asarray(logits(2, (2, 2, 7)))
+
+    def by_formula(z: jax.Array) -> tuple[jax.Array, jax.Array]:
+        log_q = jax.nn.log_softmax(z)
+        overlap = jnp.sum(jnp.minimum(p, jnp.exp(log_q)), axis=-1)
+        return -jnp.sum(p * log_q, axis=-1), overlap
+
+    def weighed(cross_entropy: jax.Array, overlap: jax.Array) -> jax.Array:
+        return jnp.sum(weights[0] * cross_entropy + weights[1] * overlap)
+
+    def loss(z: jax.Array) -> jax.Array:
+        scores = losses.draft_scores(z, p)
+        return weighed(scores.cross_entropy, scores.overlap)
+
+    scores, (cross_entropy, overlap) = losses.draft_scores(z, p), by_formula(z)
+    np.testing.assert_allclose(scores.cross_entropy, cross_entropy, rtol=TOLERANCE)
+    np.testing.assert_allclose(scores.overlap, overlap, rtol=TOLERANCE)
+    np.testing.assert_array_equal(scores.choice, jnp.argmax(z, axis=-1))
+    expected = jax.grad(lambda z: weighed(*by_formula(z)))(z)
+    np.testing.assert_allclose(jax.grad(loss)(z), expected, atol=TOLERANCE)
