@@ -2,6 +2,7 @@
 
 jaxspec convert meta-llama/Llama-3.1-8B-Instruct llama-3.1-8b-fp8 --format fp8
 jaxspec convert HuggingFaceTB/SmolLM2-135M-Instruct smollm2-int4 --format int4 --group-size 64
+jaxspec convert OUT/head dspark-fp8 --format fp8-block
 """
 
 from __future__ import annotations
@@ -11,7 +12,11 @@ from typing import Annotated
 
 import typer
 
+from jaxspec.config import ConfigError
+from jaxspec.drafts.head_layout import is_head
+from jaxspec.loading.checkpoint import open_checkpoint
 from jaxspec.loading.conversion import FORMATS, convert_checkpoint
+from jaxspec.loading.head_conversion import convert_head
 from jaxspec.loading.resolve import resolve
 from jaxspec.tools.cli import command, one_of, option
 
@@ -30,9 +35,19 @@ def main(
         int | None, option("Weights that share a scale, for int4 alone. [default: 128]")
     ] = None,
 ) -> None:
-    """Write a quantised copy of a checkpoint. The head, routers and experts keep their weights."""
+    """Write a quantised copy of a checkpoint. A target's head and routers keep their weights.
+
+    Heads of DFlash and DSpark take fp8-block alone, and are plain again once they are loaded.
+    """
     one_of("--format", format, FORMATS)
-    convert_checkpoint(resolve(source, kind="target"), out, format, group_size=group_size)  # type: ignore[arg-type]
+    folder = resolve(source, kind="target")
+    checkpoint = open_checkpoint(folder)
+    if is_head(checkpoint.config, checkpoint.tensors):
+        if group_size is not None:
+            raise ConfigError(f"group_size: expected none for a head, got {group_size}")
+        convert_head(folder, out, format)
+    else:
+        convert_checkpoint(folder, out, format, group_size=group_size)  # type: ignore[arg-type]
     size = sum(file.stat().st_size for file in out.glob("*.safetensors"))
     print(f"{out}: {format}, {size / 1e9:.2f} GB of weights")
 

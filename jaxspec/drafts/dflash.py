@@ -328,7 +328,7 @@ def read_fields(
             f"method {method!r}: expected a target with one residual stream, got deepseek_v4"
         )
     layer, both = layer_config(config), with_nested(config, "dflash_config")
-    refuse_quantised(config, method)
+    check_quantisation(config, method)
     for key, ours in (
         ("input_embedding_scale", 1.0),
         ("output_multiplier", 1.0),
@@ -387,14 +387,21 @@ def read_fields(
     }
 
 
-def refuse_quantised(config: Mapping[str, Any], method: str) -> None:
-    """Raise ConfigError for a head whose files say that its weights are quantised."""
-    for part in (config, layer_config(config)):
-        if found := read_object(part, "quantization_config"):
-            raise ConfigError(
-                f"quantization_config: expected none in a {method} head, whose weights are read "
-                f"plain only, got quant_method {shown(found.get('quant_method'))}"
-            )
+def check_quantisation(config: Mapping[str, Any], method: str) -> None:
+    """Raise ConfigError for a head whose weights loading does not make plain.
+
+    It does so with float8 in blocks (jaxspec.loading.fp8), which the head's own config names.
+    """
+    key = "quantization_config"
+    of_head, of_layer = read_object(config, key), read_object(layer_config(config), key)
+    is_read = of_head.get("quant_method") == "fp8" and bool(of_head.get("weight_block_size"))
+    for found in (of_head, of_layer):
+        if not found or (is_read and found is of_head):
+            continue
+        raise ConfigError(
+            f"quantization_config: expected none, or quant_method 'fp8' with weight_block_size, in "
+            f"a {method} head, got quant_method {shown(found.get('quant_method'))}"
+        )
 
 
 def anchor_drafts(

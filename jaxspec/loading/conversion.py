@@ -60,19 +60,46 @@ def convert_checkpoint(
             f"group_size: expected one of {', '.join(map(str, GROUPS))} with format 'int4', got "
             f"{group_size!r} with {format!r}"
         )
-    checkpoint = open_checkpoint(source)
-    if checkpoint.config.get("quantization_config"):
-        raise ConfigError(f"{source}: expected plain weights, got a quantised checkpoint")
+    checkpoint = open_plain(source)
     form = _form(format, checkpoint.config, group_size or BLOCK)
     modules, wanted = product_modules(checkpoint, form)
     check_modules(modules, form, source)
+    ignored = _ignored(checkpoint, modules)
+    write_converted(
+        checkpoint,
+        out,
+        compressed_tensors_config(form, ignored),
+        _tensors(checkpoint, modules, wanted, form),
+    )
+    return out
+
+
+def open_plain(source: Path) -> Checkpoint:
+    """Open a checkpoint; ConfigError if it is quantised already."""
+    checkpoint = open_checkpoint(source)
+    if checkpoint.config.get("quantization_config"):
+        raise ConfigError(f"{source}: expected plain weights, got a quantised checkpoint")
+    return checkpoint
+
+
+def write_converted(
+    checkpoint: Checkpoint,
+    out: Path,
+    quantization: Mapping[str, Any],
+    tensors: Iterator[tuple[str, np.ndarray]],
+) -> None:
+    """Write tensors with a checkpoint's other files and its config, into `out`.
+
+    The folder appears whole or not at all. ConfigError if it exists or cannot be written.
+
+    quantization: the quantization_config of the new config
+    """
     temp = _new_folder(out)
     try:
-        _copy_files(source, temp)
-        ignored = _ignored(checkpoint, modules)
-        quantization = {"quantization_config": compressed_tensors_config(form, ignored)}
-        write_json(temp / "config.json", checkpoint.config | quantization)
-        write_shards(temp, _tensors(checkpoint, modules, wanted, form))
+        _copy_files(checkpoint.path, temp)
+        config = {**checkpoint.config, "quantization_config": quantization}
+        write_json(temp / "config.json", config)
+        write_shards(temp, tensors)
         for path in (temp, *temp.iterdir()):  # mkdtemp and safetensors let the owner alone read
             path.chmod(0o755 if path.is_dir() else 0o644)
         temp.rename(out)
@@ -85,7 +112,6 @@ def convert_checkpoint(
     except BaseException:
         shutil.rmtree(temp, ignore_errors=True)
         raise
-    return out
 
 
 def _new_folder(out: Path) -> Path:

@@ -71,10 +71,13 @@ def test_a_window_is_that_of_the_layer_types(changes: dict[str, Any], windows: A
             )
             for kinds in (5, "ab", ["full_attention"], [["full_attention"]] * 2)
         ),
-        (
-            {"quantization_config": {"quant_method": "fp8"}},
-            "quantization_config: expected none in a dflash head, whose weights are read plain "
-            "only, got quant_method 'fp8'",
+        *(
+            (
+                {"quantization_config": {"quant_method": method, **more}},
+                "quantization_config: expected none, or quant_method 'fp8' with weight_block_size, "
+                f"in a dflash head, got quant_method {method!r}",
+            )
+            for method, more in (("fp8", {}), ("awq", {"weight_block_size": [128, 128]}))
         ),
     ],
 )

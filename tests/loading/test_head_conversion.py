@@ -1,0 +1,132 @@
+"""Plain heads of block drafts -> float8 with a scale for each block, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from jaxspec.commands import convert
+from jaxspec.config import ConfigError, SpeculativeConfig
+from jaxspec.drafts import DFlashConfig, DSparkConfig
+from jaxspec.layers.params import init_random
+from jaxspec.loading.head_conversion import convert_head
+from jaxspec.loading.model import load_draft
+from jaxspec.training.checkpoint import Verifier, save_draft
+from jaxspec.training.trained import trained_specs
+from tests.commands.conftest import runner
+from tests.support.tiny import VOCAB, block_config, tiny_model
+
+run = runner(convert.main)
+MODEL = tiny_model("dspark")
+VERIFIER = Verifier("tiny", ("LlamaForCausalLM",), 256)
+DRAFT_VOCAB = 40
+
+
+@pytest.fixture(scope="module", params=["dspark", "dflash"])
+def head(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    cfg = block_config(request.param, window=7, draft_vocab=DRAFT_VOCAB)
+    params = init_random(trained_specs(cfg), jax.random.key(1), jnp.dtype(jnp.float32))
+    folder = tmp_path_factory.mktemp(request.param) / "head"
+    save_draft(folder, cfg, params, np.arange(VOCAB)[:DRAFT_VOCAB], VERIFIER)
+    (folder / "README.md").write_text("about the plain head")
+    return folder
+
+
+def load(folder: Path) -> tuple[Any, Any]:
+    return load_draft(
+        folder, MODEL.target, MODEL.params["target"], SpeculativeConfig(), jnp.float32
+    )
+
+
+def dtypes(folder: Path) -> dict[str, str]:
+    """The dtype of each tensor, as the file's header has it."""
+    content = (folder / "model.safetensors").read_bytes()
+    [length] = struct.unpack("<Q", content[:8])
+    header = json.loads(content[8 : 8 + length])
+    return {name: entry["dtype"] for name, entry in header.items() if name != "__metadata__"}
+
+
+def test_a_converted_head_is_plain_again_within_half_a_code(head: Path, tmp_path: Path) -> None:
+    convert_head(head, tmp_path / "fp8", "fp8-block")
+    (plain_cfg, plain), (cfg, params) = load(head), load(tmp_path / "fp8")
+    assert cfg == plain_cfg and isinstance(cfg, DSparkConfig | DFlashConfig)
+
+    def compare(of_head: jax.Array, converted: jax.Array) -> None:
+        weight, stored = np.asarray(of_head), np.asarray(converted)
+        step = np.abs(weight).max() / 448 * 2.0**-9
+        assert (np.abs(stored - weight) <= np.abs(weight) / 16 + step).all()
+        if weight.ndim == 2:
+            assert (stored != weight).any()
+        else:
+            np.testing.assert_array_equal(stored, weight)
+
+    own = set(plain) - {"embed_tokens", "draft_to_target", "target_to_draft", "confidence"}
+    jax.tree.map(compare, {n: plain[n] for n in own}, {n: params[n] for n in own})
+    np.testing.assert_array_equal(params["draft_to_target"], plain["draft_to_target"])
+
+
+def test_matrices_alone_have_codes(head: Path, tmp_path: Path) -> None:
+    convert_head(head, tmp_path / "fp8", "fp8-block")
+    found, plain = dtypes(tmp_path / "fp8"), dtypes(head)
+    codes = {name for name, dtype in found.items() if dtype == "F8_E4M3"}
+    assert {"fc.weight", "layers.1.mlp.down_proj.weight"} <= codes
+    for name, dtype in plain.items():
+        assert found[name] == ("F8_E4M3" if name in codes else dtype)
+        assert (f"{name}_scale_inv" in found) == (name in codes)
+    assert found["norm.weight"] == "BF16" and found["d2t"] == plain["d2t"]
+
+
+def test_jaxspec_convert_takes_a_head(head: Path, tmp_path: Path) -> None:
+    result = run(head, tmp_path / "fp8", "--format", "fp8-block")
+    assert result.exit_code == 0, result.output
+    assert load(tmp_path / "fp8")[0] == load(head)[0]
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        (["--format", "fp8"], "format: expected 'fp8-block' for a head of "),
+        (["--format", "int4"], "format: expected 'fp8-block' for a head of "),
+        (
+            ["--format", "fp8-block", "--group-size", 64],
+            "group_size: expected none for a head, got 64",
+        ),
+    ],
+)
+def test_what_a_head_does_not_take_is_one_sentence(
+    head: Path, flags: list[object], sentence: str, tmp_path: Path
+) -> None:
+    result = run(head, tmp_path / "out", *flags)
+    assert result.exit_code == 2 and result.stderr.startswith(f"error: {sentence}"), result.output
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_head_of_another_method_or_with_codes_is_refused(head: Path, tmp_path: Path) -> None:
+    convert_head(head, tmp_path / "fp8", "fp8-block")
+    with pytest.raises(ConfigError, match="expected plain weights, got a quantised checkpoint"):
+        convert_head(tmp_path / "fp8", tmp_path / "again", "fp8-block")
+    eagle = Path(__file__).parents[2] / "checkpoints" / "smollm2-135m-instruct-eagle3"
+    sentence = "expected a target, or a head of dflash or dspark, got one of eagle3"
+    with pytest.raises(ConfigError, match=sentence):
+        convert_head(eagle, tmp_path / "again", "fp8-block")
+    assert not (tmp_path / "again").exists()
+
+
+def test_weights_that_are_not_finite_are_refused(head: Path, tmp_path: Path) -> None:
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    tensors = load_file(head / "model.safetensors")
+    tensors["fc.weight"][0, 0] = np.nan
+    save_file(tensors, broken / "model.safetensors")
+    (broken / "config.json").write_bytes((head / "config.json").read_bytes())
+    with pytest.raises(ConfigError, match=r"fc.weight: expected finite numbers, got NaN in 1 of"):
+        convert_head(broken, tmp_path / "out", "fp8-block")
+    assert sorted(tmp_path.iterdir()) == [broken]
