@@ -217,7 +217,6 @@ ATTRIBUTES = {
     "beam_search": "SamplingParams(n=...) samples several texts",
     "classify": _TEXT_ONLY,
     "collective_rpc": _NO_WORKERS,
-    "decoded_token": "`LLM.get_tokenizer().decode([token_id])` gives a token's text",
     "default_sampling_params": "`LLM.get_default_sampling_params()` returns them",
     "embed": _TEXT_ONLY,
     "encode": _TEXT_ONLY,

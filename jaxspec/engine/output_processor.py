@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 
 from jaxspec.engine.outputs import CompletionOutput, Increment, RequestOutput
 from jaxspec.engine.request import Request
 from jaxspec.loading import Tokenizer
+from jaxspec.sampling.logprobs import Logprob
 from jaxspec.sampling.params import SamplingParams
 
 Callback = Callable[[Increment], object]
+Place = Mapping[int, Logprob]  # the scored tokens of one position
 
 
 class OutputCollector:
@@ -66,16 +69,15 @@ def request_outputs(
     grouped: dict[int, list[Request]] = {}
     for request in requests:
         grouped.setdefault(request.index, []).append(request)
-    outputs = []
+    outputs, texts_of_tokens = [], TokenTexts(tokenizer)
     for index, group in grouped.items():
         if not finished_only or all(
             r.ended and r.finish_reason in ("stop", "length") for r in group
         ):
-            texts = [_completion(r, tokenizer) for r in group]
-            scores = (
-                group[0].prompt_logprobs if group[0].params.prompt_logprobs is not None else None
-            )
-            first = group[0]
+            texts = [_completion(r, tokenizer, texts_of_tokens) for r in group]
+            first, scores = group[0], None
+            if first.params.prompt_logprobs is not None:
+                scores = [p if p is None else texts_of_tokens.add(p) for p in first.prompt_logprobs]
             outputs.append(
                 RequestOutput(
                     first.prompt,
@@ -97,7 +99,34 @@ def decoder(tokenizer: Tokenizer, params: SamplingParams) -> Callable[[list[int]
     return partial(tokenizer.decode, skip_special_tokens=False)
 
 
-def _completion(request: Request, tokenizer: Tokenizer | None) -> CompletionOutput:
+class TokenTexts:
+    """The text of each token by itself, decoded once for all places of a call's outputs."""
+
+    def __init__(self, tokenizer: Tokenizer | None) -> None:
+        self._tokenizer = tokenizer
+        self._found: dict[int, str | None] = {}
+
+    def add(self, place: Place) -> dict[int, Logprob]:
+        """Return the scores of a place with the texts of their tokens."""
+        return {
+            token: replace(score, decoded_token=self._text(token)) for token, score in place.items()
+        }
+
+    def _text(self, token: int) -> str | None:
+        if self._tokenizer is None:
+            return None
+        if token not in self._found:
+            try:
+                text = self._tokenizer.decode([token], skip_special_tokens=False)
+            except Exception:  # a row of the embedding that is no token
+                text = None
+            self._found[token] = text
+        return self._found[token]
+
+
+def _completion(
+    request: Request, tokenizer: Tokenizer | None, texts_of_tokens: TokenTexts
+) -> CompletionOutput:
     token_ids = request.token_ids
     text, error = "", request.error
     if request.detokenizer is not None and request.detokenizer.stopped:
@@ -108,7 +137,9 @@ def _completion(request: Request, tokenizer: Tokenizer | None) -> CompletionOutp
         except Exception as e:  # the other texts of the call are fine
             error = error or e
     reason = "error" if error else request.finish_reason or "cancelled"
-    scores = None if request.params.logprobs is None else request.logprobs
+    scores = None
+    if request.params.logprobs is not None:
+        scores = [texts_of_tokens.add(place) for place in request.logprobs]
     return CompletionOutput(
         request.sample,
         token_ids,

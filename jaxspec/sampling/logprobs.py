@@ -8,14 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NoReturn
 
 import jax
 import jax.numpy as jnp
 from flax import struct
 from jax import lax
 
-from jaxspec.config.keys import refuse_attribute
 from jaxspec.sampling.loop_rows import map_rows, scan_rows
 from jaxspec.sampling.params import MAX_LOGPROBS
 from jaxspec.sampling.state import argmax
@@ -53,15 +51,13 @@ class Logprob:
 
     logprob: natural logarithm of its probability
     rank: 1 for the likeliest token
+    decoded_token: the text of the token by itself; None without a tokenizer, and for a token that
+        the tokenizer does not decode
     """
 
     logprob: float
     rank: int
-
-    if not TYPE_CHECKING:  # type checkers know which attributes there are
-
-        def __getattr__(self, name: str) -> NoReturn:
-            refuse_attribute("Logprob", name)
+    decoded_token: str | None = None
 
 
 def score_tokens(

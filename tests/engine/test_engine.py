@@ -380,6 +380,27 @@ def test_no_prompts_give_no_outputs() -> None:
     assert engine().generate([], GREEDY) == []
 
 
+def test_scores_have_the_text_of_each_token_by_itself() -> None:
+    class WithoutSeven(Digits):
+        """Knows no token 7."""
+
+        def decode(self, token_ids: list[int], *, skip_special_tokens: bool = True) -> str:
+            if token_ids == [7]:
+                raise KeyError(7)
+            return super().decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+    scored = SamplingParams(0.0, max_tokens=3, logprobs=2, prompt_logprobs=1)
+    [output] = engine(tokenizer=WithoutSeven()).generate([[6, 17, 18]], scored)
+    places = [*(output.prompt_logprobs or [])[1:], *(output.logprobs or [])]
+    assert (output.prompt_logprobs or [1])[0] is None and output.token_ids == [19, 20]
+    for place in places:
+        for token, score in place.items() if place else ():
+            assert score.decoded_token == (None if token == 7 else str(token))  # 20 ends a text
+    assert any(7 in place for place in places if place)
+    [output] = engine().generate([[6, 17, 18]], scored)
+    assert {s.decoded_token for place in output.logprobs or [] for s in place.values()} == {None}
+
+
 def test_a_tokenizer_is_any_object_with_its_methods() -> None:
     assert (
         engine(tokenizer=SimpleNamespace(eos_token_ids=(), decode=lambda ids: f"{len(ids)}"))

@@ -9,7 +9,6 @@ import json
 import re
 import shutil
 from collections.abc import Callable
-from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,6 @@ import pytest
 
 from jaxspec import LLM, ConfigError, EngineConfig, SamplingParams, SpeculativeConfig
 from jaxspec.config import keys
-from jaxspec.sampling.logprobs import Logprob
 from tests.commands.conftest import write_draft, write_target
 
 pytestmark = pytest.mark.once
@@ -563,10 +561,6 @@ def test_a_wrong_option_of_chat(llm: LLM, options: dict[str, Any], sentence: str
         (
             lambda llm: llm.reset_prefix_cache(False),
             "got too many positional arguments; they are vLLM's, by keyword",
-        ),
-        (
-            lambda llm: attrgetter("decoded_token")(Logprob(-1.0, 1)),
-            "`Logprob.decoded_token` is not here: `LLM.get_tokenizer().decode([token_id])` gives",
         ),
         (
             lambda llm: llm.warmup(lengths=64),
