@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Trains the two committed heads on three GPUs in about 16 minutes: 3.5 to write data, 10 to train, the rest to load, compile and evaluate.
+# Trains the two committed EAGLE heads on three GPUs in about 16 minutes: 3.5 to write data, 10 to train, the rest to load, compile and evaluate.
 #
 #   WORK=/tmp/heads TARGET=folder GPUS="0 1 2" bash scripts/train_heads.sh      # leaves the heads and their cards under $WORK/back
 #   DRY=--dry-run WORK=/tmp/dry bash scripts/train_heads.sh                     # every stage with a tiny random target on a CPU

@@ -26,6 +26,7 @@ BAD_INPUT, INTERRUPTED, TERMINATED = 2, 130, 143
 DEFAULT_DRAFTS = {
     "eagle3": "smollm2-135m-instruct-eagle3",
     "eagle": "smollm2-135m-instruct-eagle",
+    "dspark": "smollm2-135m-instruct-dspark",
 }
 DEFAULT_DRAFT = DEFAULT_DRAFTS["eagle3"]
 DRAFT = Flag(DEFAULT_DRAFT, names=("--draft",))  # for SpeculativeConfig.model

@@ -18,16 +18,18 @@ from jaxspec.tools.acceptance.summary import Result, by_prompt_length, measured_
 from jaxspec.training.files import write_text
 
 SPECULATORS = (
-    "speculators' (`config.json`, `model.safetensors`, bfloat16), without `embed_tokens`, which is "
-    "the target's"
+    "speculators' (`config.json`, `model.safetensors`, {numbers}), without `embed_tokens`, which "
+    "is the target's"
 )
 FORMATS = {
     "eagle3": SPECULATORS,
     "dspark": SPECULATORS,
     "dflash": SPECULATORS,
-    "eagle": "SafeAI's EAGLE-1 (`config.json`, `model.safetensors`, bfloat16); `embed_tokens` and "
+    "eagle": "SafeAI's EAGLE-1 (`config.json`, `model.safetensors`, {numbers}); `embed_tokens` and "
     "`lm_head` are the target's",
 }
+PLAIN = "bfloat16"
+FLOAT8 = "matrices in float8 with a scale for each {} x {} block, plain once loaded"
 TITLES = {"eagle3": "EAGLE-3", "eagle": "EAGLE-1", "dspark": "DSpark", "dflash": "DFlash"}
 
 Record = Mapping[str, Any]
@@ -49,7 +51,7 @@ def write_card(
         record["evaluations"] = record.get("evaluations", []) + more
         if acceptance is not None:
             record["acceptance_by_length"] = lengths_of(acceptance, head, record)
-        page = card(head.name, record, **about)
+        page = card(head.name, record, numbers=stored_numbers(head), **about)
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as e:
         if isinstance(e, ConfigError):
             raise
@@ -64,6 +66,7 @@ def card(
     name: str,
     record: Record,
     *,
+    numbers: str = PLAIN,
     about_target: str = "",
     licence: str = "Apache-2.0",
     notes: Sequence[str] = (),
@@ -71,6 +74,7 @@ def card(
     """Return the card as Markdown, with the hub's metadata as YAML before it.
 
     record: training.json; its "evaluations" and "acceptance_by_length" came after the run
+    numbers: how the weights are stored
     about_target: follows the target's name
     notes: paragraphs
     """
@@ -88,7 +92,7 @@ def card(
     )
     parts = [
         f"# {TITLES[method]} head for {record['head']['target'].rpartition('/')[2]}",
-        _head_table(record, about_target, licence),
+        _head_table(record, numbers, about_target, licence),
         *(f"{note}\n" for note in notes),
         f"    jaxspec generate --draft {name}\n",
         "## Acceptance\n",
@@ -104,7 +108,14 @@ def card(
     return str(ModelCard(f"---\n{about.to_yaml()}\n---\n\n{page}"))
 
 
-def _head_table(record: Record, about_target: str, licence: str) -> str:
+def stored_numbers(head: Path) -> str:
+    """Return how a head's files store its weights, by its config.json if there is one."""
+    config = head / "config.json"
+    stored = read_json(config).get("quantization_config") if config.is_file() else None
+    return FLOAT8.format(*stored["weight_block_size"]) if stored else PLAIN
+
+
+def _head_table(record: Record, numbers: str, about_target: str, licence: str) -> str:
     draft, head = record["draft_config"], record["head"]
     attention, method = draft["attention"], head["method"]
     switches = [
@@ -119,7 +130,7 @@ def _head_table(record: Record, about_target: str, licence: str) -> str:
     )
     rows = [
         ("target", f"{head['target']} {about_target}".rstrip()),
-        ("format", FORMATS[method]),
+        ("format", FORMATS[method].format(numbers=numbers)),
         (
             "head",
             f"{_layers(draft)}, {draft['hidden_size']} wide, {attention['num_heads']} heads, "

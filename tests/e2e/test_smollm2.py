@@ -24,6 +24,7 @@ from tests.support.slow import slow
 pytestmark = pytest.mark.once
 
 HEAD, HEAD_1 = "smollm2-135m-instruct-eagle3", "smollm2-135m-instruct-eagle"
+BLOCK_HEAD = "smollm2-135m-instruct-dspark"
 CHATS = [
     [{"role": "user", "content": text}] for text in (DEMO[3], "Hi!", DEMO[1])
 ]  # three lengths, padded to a bucket of 4
@@ -50,8 +51,7 @@ class Models:
     @cache  # noqa: B019 (as long as the module's fixture)
     def trained(self, head: str, K: int, **config: Any) -> LLM:
         """An engine with a trained head; one of each kind, as a program takes 10 s to make."""
-        method = "eagle3" if head == HEAD else "eagle"
-        speculative = SpeculativeConfig(model=head, method=method, num_speculative_tokens=K)
+        speculative = SpeculativeConfig(model=head, num_speculative_tokens=K)
         return self.engine(
             load_draft(resolve(head, kind="draft"), *self.target, speculative, jnp.float32),
             speculative,
@@ -102,11 +102,14 @@ def token_ids(outputs: Sequence[RequestOutput]) -> list[list[int]]:
 # tests/decode, slow with this one.
 
 
-@pytest.mark.parametrize("K", [slow(1), slow(2), 3, slow(4), slow(5)])
+@pytest.mark.parametrize(
+    ("head", "K"),
+    [(HEAD, 3), *(slow(HEAD, K) for K in (1, 2, 4, 5)), (BLOCK_HEAD, 7)],
+)
 def test_trained_head_accepts_and_text_is_the_plain_one(
-    models: Models, plain: list[RequestOutput], K: int
+    models: Models, plain: list[RequestOutput], head: str, K: int
 ) -> None:
-    llm = models.trained(HEAD, K)
+    llm = models.trained(head, K)
     llm.reset_metrics()
     assert token_ids(llm.generate(CHATS, PARAMS)) == token_ids(plain)
     assert llm.metrics.mean_acceptance_length > 1.3, (
@@ -122,16 +125,19 @@ def test_hostile_eagle1_head_leaves_the_plain_text(
     assert token_ids(models.random_eagle1(K).generate(CHATS, PARAMS)) == token_ids(plain)
 
 
-@pytest.mark.parametrize(("head", "length"), [(HEAD, 1 + 190 / 132), slow(HEAD_1, 1 + 182 / 138)])
+@pytest.mark.parametrize(
+    ("head", "K", "length"),
+    [(HEAD, 3, 1 + 190 / 132), slow(HEAD_1, 3, 1 + 182 / 138), (BLOCK_HEAD, 7, 1 + 194 / 131)],
+)
 def test_trained_heads_reach_the_acceptance_that_was_recorded(
-    models: Models, head: str, length: float
+    models: Models, head: str, K: int, length: float
 ) -> None:
-    """The demo's prompts at K = 3; MT-bench's figures are in the cards.
+    """The demo's prompts; MT-bench's figures are in the cards.
 
     A wrong norm or aux layer leaves the text right: of EAGLE-3, norm_output off gives 2.38 here,
     aux layers one up 2.13, norm_before_residual off 1.54.
     """
-    llm = models.trained(head, 3)
+    llm = models.trained(head, K)
     llm.reset_metrics()
     chats = [[{"role": "user", "content": text}] for text in DEMO]
     llm.generate(chats, SamplingParams(temperature=0.0, max_tokens=64))

@@ -14,7 +14,7 @@ from huggingface_hub import ModelCard
 from jaxspec.config import ConfigError
 from jaxspec.tools.acceptance.rounds import Counts
 from jaxspec.tools.acceptance.summary import Case, Result
-from jaxspec.training.card import card, write_card
+from jaxspec.training.card import TITLES, card, stored_numbers, write_card
 
 CHECKPOINTS = Path(__file__).resolve().parents[2] / "checkpoints"
 HEADS = sorted(CHECKPOINTS.glob("*/training.json"))
@@ -31,7 +31,7 @@ def test_a_card_begins_with_the_hubs_metadata(path: Path) -> None:
     data: Any = made.data
     assert data.base_model == "HuggingFaceTB/SmolLM2-135M-Instruct"
     assert data.license == "apache-2.0" and data.tags[0] == record["head"]["method"]
-    assert made.text.lstrip().startswith("# EAGLE")
+    assert made.text.lstrip().startswith(f"# {TITLES[record['head']['method']]} head for ")
     assert f"jaxspec generate --draft {path.parent.name}\n" in made.text
     head, _, body = str(made).partition("\n---\n")
     assert head.startswith("---\n") and body.strip() == made.text.strip()
@@ -49,12 +49,14 @@ BY_HAND = (
 
 @pytest.mark.parametrize("path", HEADS, ids=lambda path: path.parent.name)
 def test_the_figures_of_a_committed_card_are_those_of_its_record(path: Path) -> None:
-    made = card(path.parent.name, json.loads(path.read_text(encoding="utf-8")))
+    record = json.loads(path.read_text(encoding="utf-8"))
+    made = card(path.parent.name, record, numbers=stored_numbers(path.parent))
     committed = (path.parent / "README.md").read_text(encoding="utf-8")
     runs = [line for line in made.splitlines() if line.startswith("| 80 prompts, ")]
     other = [line for line in made.splitlines() if line not in committed and line not in runs]
     assert [line for line in other if not line.startswith(BY_HAND)] == []
-    assert len(runs) == 2 and all(line.partition("K = 3 | ")[2] in committed for line in runs)
+    assert len(runs) == (0 if record["head"]["method"] == "dspark" else 2)
+    assert all(line.partition("K = 3 | ")[2] in committed for line in runs)
     assert "0 prompts were removed because they share 13 consecutive words with " in made
 
 
@@ -98,6 +100,17 @@ def test_a_card_of_a_block_head_names_its_block_and_its_loss() -> None:
     assert "# DSpark head" in made and "2 Qwen3 layers that draft 7 tokens a pass" in made
     assert "0.1 cross entropy + 0.9 total variation" in made
     assert "Training-time test" not in made and "| prompt tokens: below 512 |" in made
+
+
+def test_a_card_says_how_the_weights_are_stored(head: Path) -> None:
+    write_card(head)
+    assert "`model.safetensors`, bfloat16)" in (head / "README.md").read_text()
+    stored = {"quant_method": "fp8", "weight_block_size": [128, 64]}
+    (head / "config.json").write_text(json.dumps({"quantization_config": stored}))
+    write_card(head)
+    page = (head / "README.md").read_text()
+    assert "matrices in float8 with a scale for each 128 x 64 block" in page
+    assert "bfloat16)" not in page.partition("## Acceptance")[0]
 
 
 def acceptance_record(path: Path, temperature: float, **settings: str) -> Path:
