@@ -122,6 +122,17 @@ def read_object(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
     return value or {}
 
 
+def check_unicode(text: str, where: str) -> None:
+    """Raise ConfigError for a text with half a character, which JSON can contain."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as e:
+        raise ConfigError(
+            f"{where}: expected Unicode, got half a character (a lone surrogate), "
+            f"{text[e.start]!r}, at {e.start}"
+        ) from None
+
+
 def refuse_unless(config: Mapping[str, Any], key: str, expected: object) -> None:
     """Raise for a switch of a raw config.json that asks for maths that is not implemented.
 

@@ -390,13 +390,13 @@ def read_fields(
 def check_quantisation(config: Mapping[str, Any], method: str) -> None:
     """Raise ConfigError for a head whose weights loading does not make plain.
 
-    It does so with float8 in blocks (jaxspec.loading.fp8), which the head's own config names.
+    Loading makes float8 in blocks plain (jaxspec.loading.fp8), if the head's own config names it.
     """
     key = "quantization_config"
     of_head, of_layer = read_object(config, key), read_object(layer_config(config), key)
     is_read = of_head.get("quant_method") == "fp8" and bool(of_head.get("weight_block_size"))
     for found in (of_head, of_layer):
-        if not found or (is_read and found is of_head):
+        if not found or (is_read and found == of_head):
             continue
         raise ConfigError(
             f"quantization_config: expected none, or quant_method 'fp8' with weight_block_size, in "

@@ -7,6 +7,7 @@ product that reads it, does not take.
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import tempfile
@@ -117,7 +118,7 @@ def write_converted(
 def _new_folder(out: Path) -> Path:
     """Return a temporary folder beside `out`; ConfigError if that exists or cannot be made."""
     try:
-        if out.exists():
+        if os.path.lexists(out):  # a link that leads nowhere too
             raise ConfigError(
                 f"{out}: expected a folder that does not exist yet, got one that does"
             )

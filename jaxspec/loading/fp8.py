@@ -18,6 +18,8 @@ import ml_dtypes
 import numpy as np
 
 from jaxspec.config import ConfigError
+from jaxspec.config.quantization.forms import SCALE_DTYPES
+from jaxspec.config.reading import shown
 from jaxspec.layers.quantized.files import check_scales, zero_scale
 
 SCALE = "_scale_inv"
@@ -51,16 +53,21 @@ class ScaledTensor:
         return self.weight.shape
 
     def read(self) -> np.ndarray:
-        rows, columns = self.shape
-        scales = self.scales.read()
-        check_scales(scales, self.name + SCALE, signed=False)
-        spread = np.repeat(np.repeat(scales, self.block[0], axis=0)[:rows], self.block[1], axis=1)[
-            :, :columns
-        ]
+        scales, name = self.scales.read(), self.name + SCALE
+        if scales.dtype.name not in SCALE_DTYPES:
+            kinds = " or ".join(SCALE_DTYPES)
+            raise ConfigError(f"{name}: expected scales in {kinds}, got {scales.dtype}")
+        check_scales(scales, name, signed=False)
+        spread = scales.astype(np.float32)
+        for axis, (size, length) in enumerate(zip(self.block, self.shape, strict=True)):
+            # A block may be larger than the matrix.
+            spread = np.repeat(spread, min(size, length), axis=axis)
+        spread = spread[: self.shape[0], : self.shape[1]]
         codes = self.weight.read().astype(np.float32)
         if not scales.all() and codes[spread == 0].any():
-            raise zero_scale(self.name + SCALE)
-        return codes * spread
+            raise zero_scale(name)
+        with np.errstate(over="ignore"):  # loading refuses weights that are not finite
+            return codes * spread
 
 
 def with_scales(
@@ -74,6 +81,10 @@ def with_scales(
     quantization = config.get("quantization_config")
     if not isinstance(quantization, Mapping) or quantization.get("quant_method") != "fp8":
         return tensors
+    if quantization.get("fmt") not in (None, "e4m3"):
+        raise ConfigError(
+            f"{source} quantization_config: expected fmt 'e4m3', got {shown(quantization['fmt'])}"
+        )
     block = quantization.get("weight_block_size")
     if not (
         isinstance(block, list | tuple)
@@ -100,8 +111,13 @@ def with_scales(
                 )
             found[name] = tensor
             continue
-        expected = tuple(-(-n // size) for n, size in zip(tensor.shape, block, strict=False))
-        if len(tensor.shape) != 2 or scales.shape != expected:
+        if len(tensor.shape) != 2:
+            raise ConfigError(
+                f"{source} {name + SCALE}: expected scales of a matrix, got those of a tensor "
+                f"{tensor.shape}"
+            )
+        expected = tuple(-(-n // size) for n, size in zip(tensor.shape, block, strict=True))
+        if scales.shape != expected:
             raise ConfigError(
                 f"{source} {name + SCALE}: expected {expected} scales of a matrix {tensor.shape}, "
                 f"got {scales.shape}"

@@ -1,7 +1,9 @@
 """A DFlash or DSpark head of plain weights -> one in float8, which loading makes plain again.
 
-It has DeepSeek's format: float8 (e4m3) with a scale for each block (jaxspec.loading.fp8). So the
-files are half as large, and a round computes as it does with plain weights.
+It has codes and scales as DeepSeek writes them: float8 (e4m3) with a scale for each block
+(jaxspec.loading.fp8). So the files are half as large, and a round computes as it does with plain
+weights. All matrices have codes: an embedding, lm_head and Markov tables of the head's own, too.
+Other programs do not read such heads.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ def convert_head(source: Path, out: Path, format: str) -> None:
     """Write the head in `source`, its matrices in float8, into `out`, which must not exist.
 
     ConfigError for another method's head, another format, and weights that are quantised already or
-    not finite.
+    not finite. Names and shapes are compared with the config when the head is loaded.
     """
     checkpoint = open_plain(source)
     method = head_method(checkpoint.config, checkpoint.tensors)
@@ -44,9 +46,14 @@ def convert_head(source: Path, out: Path, format: str) -> None:
 
 
 def _tensors(checkpoint: Checkpoint) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield the tensors of the new head: matrices of more than a row as codes with scales."""
+    """Yield the tensors of the new head: matrices as codes with scales, single rows as they are."""
     for name, tensor in checkpoint.tensors.items():
         array = tensor.read()
+        if name.endswith(SCALE) or array.dtype.name.startswith("float8"):
+            raise ConfigError(
+                f"{checkpoint.path}: {name}: expected plain weights, got {array.dtype} codes or "
+                "scales without a quantization_config"
+            )
         if array.dtype.name not in SCALE_DTYPES:  # vocabulary maps
             yield name, array
             continue

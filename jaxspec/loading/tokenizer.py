@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxspec.config import ConfigError, is_int, shown
+from jaxspec.config.reading import check_unicode
 from jaxspec.loading.chat import PLAIN_CHAT, ChatOptions, template_messages
 from jaxspec.loading.checkpoint import read_json
 
@@ -74,13 +75,7 @@ class Tokenizer:
         return self._ids(text, add_special_tokens=False)  # the template writes its own bos
 
     def _ids(self, text: str, **options: bool) -> list[int]:
-        try:
-            text.encode()
-        except UnicodeEncodeError as e:  # JSON can contain one
-            raise ConfigError(
-                "text: expected Unicode, got half a character (a lone surrogate), "
-                f"{text[e.start]!r}, at {e.start}"
-            ) from None
+        check_unicode(text, "text")
         return list(self.hf.encode(text, **options))
 
     def decode(self, token_ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:

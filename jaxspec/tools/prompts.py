@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxspec.config import ConfigError
+from jaxspec.config.reading import check_unicode
 from jaxspec.loading.resolve import as_path, split_revision
 
 DEMO: tuple[str, ...] = (
@@ -90,6 +91,7 @@ def _text(value: Any, where: str) -> str:
             "an empty one" if isinstance(value, str) or value == [] else f"a {type(value).__name__}"
         )
         raise ConfigError(f"{where}: expected a prompt, got {got}")
+    check_unicode(value, where)
     return value
 
 

@@ -235,6 +235,12 @@ class ChatWriter:
         self._seen: set[bytes] = set()
         self._before_user = np.asarray(target.chat.before_user, np.int32)
         self._before_answer = np.asarray(target.chat.before_answer, np.int32)
+        longest = len(self._before_user) + max(map(len, openings), default=0)
+        if longest >= cfg.max_len:
+            raise ConfigError(
+                f"max_len: expected more than {longest}, the tokens before a user's turn with the "
+                f"longest opening, got {cfg.max_len}"
+            )
 
     @property
     def chats(self) -> Chats:

@@ -27,6 +27,7 @@ FLAT: dict[str, Any] = {
     "mask_token_id": 7,
     "target_layer_ids": [1, 3],
 }
+FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
 SLIDING = {"layer_types": ["sliding_attention"] * 2, "sliding_window": 8}
 
 
@@ -79,12 +80,25 @@ def test_a_window_is_that_of_the_layer_types(changes: dict[str, Any], windows: A
             )
             for method, more in (("fp8", {}), ("awq", {"weight_block_size": [128, 128]}))
         ),
+        (
+            {"quantization_config": FP8, "model": {"quantization_config": FP8 | {"fmt": "e5m2"}}},
+            "quantization_config: expected none, or quant_method 'fp8' with weight_block_size, in "
+            "a dflash head, got quant_method 'fp8'",
+        ),
     ],
 )
 def test_what_cannot_be_read_is_one_sentence(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as error:
         read(**changes)
     assert str(error.value) == message
+
+
+@pytest.mark.parametrize("family", [dflash, dspark])
+def test_weights_in_blocks_of_float8_are_read_as_plain_ones(family: Any) -> None:
+    plain = read(family, sample_from_anchor=True)
+    assert read(family, sample_from_anchor=True, quantization_config=FP8) == plain
+    nested = {"quantization_config": dict(FP8)}  # the same once more, as some writers have it
+    assert read(family, sample_from_anchor=True, quantization_config=FP8, model=nested) == plain
 
 
 @pytest.mark.parametrize("family", [dflash, dspark])

@@ -46,7 +46,7 @@ def stored() -> dict[str, np.ndarray]:
 
 def write(folder: Path, values: dict[str, np.ndarray], config: dict[str, Any] = CONFIG) -> Path:
     """As safetensors has it; its own writer of numpy arrays knows no float8."""
-    names = {"float8_e4m3fn": "F8_E4M3", "float32": "F32", "bfloat16": "BF16"}
+    names = {"float8_e4m3fn": "F8_E4M3", "float32": "F32", "bfloat16": "BF16", "int32": "I32"}
     header, data = {}, b""
     for name, value in values.items():
         raw = value.tobytes()
@@ -104,11 +104,15 @@ WRONG: dict[str, Any] = {
         values | {"b.weight_scale_inv": values["b.weight_scale_inv"][:, :1]},
         config,
     ),
-    r"norm\.weight_scale_inv: expected \(2,\) scales of a matrix \(5,\), got \(2,\)": (
+    r"norm\.weight_scale_inv: expected scales of a matrix, got those of a tensor \(5,\)": (
         lambda values, config: (
             values | {"norm.weight_scale_inv": np.ones(2, np.float32)},
             config,
         )
+    ),
+    r"quantization_config: expected fmt 'e4m3', got 'e5m2'": lambda values, config: (
+        values,
+        {"quantization_config": config["quantization_config"] | {"fmt": "e5m2"}},
     ),
 }
 
@@ -126,6 +130,27 @@ def test_a_block_has_two_sizes(size: Any, tmp_path: Path) -> None:
     message = f"quantization_config: expected weight_block_size as two sizes, got {size}"
     with pytest.raises(ConfigError, match=rf"{re.escape(message)}$"):
         opened(write(tmp_path, stored(), config))
+
+
+@pytest.mark.parametrize("size", [128, 10**9, 10**30])
+def test_a_block_may_be_larger_than_a_matrix(size: int, tmp_path: Path) -> None:
+    values = stored()
+    for key in ("a", "b"):
+        values[f"{key}.weight_scale_inv"] = values[f"{key}.weight_scale_inv"][:1, :1]
+    config = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [size, size]}}
+    params = load_params(SPECS, opened(write(tmp_path, values, config)), jnp.float32)
+    for key in ("a", "b"):
+        weight, scale = values[f"{key}.weight"], values[f"{key}.weight_scale_inv"]
+        np.testing.assert_array_equal(params[key], (weight.astype(np.float32) * scale).T)
+
+
+def test_scales_are_floats(tmp_path: Path) -> None:
+    values = stored()
+    values["b.weight_scale_inv"] = np.ones((2, 2), np.int32)
+    tensors = opened(write(tmp_path, values))
+    message = r"^b\.weight_scale_inv: expected scales in bfloat16 or float16 or float32, got int32$"
+    with pytest.raises(ConfigError, match=message):
+        load_params(SPECS, tensors, jnp.float32)
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
@@ -17,6 +18,8 @@ from jaxspec.commands import convert
 from jaxspec.config import ConfigError, SpeculativeConfig
 from jaxspec.drafts import DFlashConfig, DSparkConfig
 from jaxspec.layers.params import init_random
+from jaxspec.loading.checkpoint import open_checkpoint
+from jaxspec.loading.fp8 import with_scales
 from jaxspec.loading.head_conversion import convert_head
 from jaxspec.loading.model import load_draft
 from jaxspec.training.checkpoint import Verifier, save_draft
@@ -68,9 +71,28 @@ def test_a_converted_head_is_plain_again_within_half_a_code(head: Path, tmp_path
         else:
             np.testing.assert_array_equal(stored, weight)
 
-    own = set(plain) - {"embed_tokens", "draft_to_target", "target_to_draft", "confidence"}
+    equal = {"embed_tokens", "draft_to_target", "target_to_draft", "confidence"} & set(plain)
+    own = set(plain) - equal
     jax.tree.map(compare, {n: plain[n] for n in own}, {n: params[n] for n in own})
-    np.testing.assert_array_equal(params["draft_to_target"], plain["draft_to_target"])
+    for name in equal:
+        jax.tree.map(np.testing.assert_array_equal, params[name], plain[name])
+    assert not (tmp_path / "fp8" / "README.md").exists()  # it is about the plain head
+
+
+def test_each_block_has_its_own_scale(head: Path, tmp_path: Path) -> None:
+    """Two by three blocks, whose largest magnitudes are far apart."""
+    rows, columns = np.indices((200, 300))
+    large = 10.0 ** (3 * (rows // 128) + columns // 128)
+    weight = (np.random.default_rng(0).uniform(0.5, 1, (200, 300)) * large).astype(np.float32)
+    tensors = load_file(head / "model.safetensors") | {"layers.0.more.weight": weight}
+    source = tmp_path / "source"
+    source.mkdir()
+    save_file(tensors, source / "model.safetensors")
+    (source / "config.json").write_bytes((head / "config.json").read_bytes())
+    convert_head(source, tmp_path / "fp8", "fp8-block")
+    checkpoint = open_checkpoint(tmp_path / "fp8")
+    found = with_scales(checkpoint.tensors, checkpoint.config, "head")["layers.0.more.weight"]
+    np.testing.assert_allclose(found.read(), weight, rtol=1 / 16)
 
 
 def test_matrices_alone_have_codes(head: Path, tmp_path: Path) -> None:
@@ -118,6 +140,30 @@ def test_a_head_of_another_method_or_with_codes_is_refused(head: Path, tmp_path:
     with pytest.raises(ConfigError, match=sentence):
         convert_head(eagle, tmp_path / "again", "fp8-block")
     assert not (tmp_path / "again").exists()
+
+
+@pytest.mark.parametrize("name", ["fc.weight", "fc.weight_scale_inv"])
+def test_codes_and_scales_of_a_config_that_names_none_are_refused(
+    head: Path, name: str, tmp_path: Path
+) -> None:
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    tensors = load_file(head / "model.safetensors")
+    tensors[name] = tensors["fc.weight"].astype(
+        ml_dtypes.float8_e4m3fn if name == "fc.weight" else np.float32
+    )
+    save_file(tensors, broken / "model.safetensors")
+    (broken / "config.json").write_bytes((head / "config.json").read_bytes())
+    with pytest.raises(ConfigError, match=f"{name}: expected plain weights, got float"):
+        convert_head(broken, tmp_path / "out", "fp8-block")
+    assert sorted(tmp_path.iterdir()) == [broken]
+
+
+def test_a_link_that_leads_nowhere_is_not_overwritten(head: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.symlink_to(tmp_path / "absent")
+    with pytest.raises(ConfigError, match="expected a folder that does not exist yet"):
+        convert_head(head, out, "fp8-block")
 
 
 def test_weights_that_are_not_finite_are_refused(head: Path, tmp_path: Path) -> None:

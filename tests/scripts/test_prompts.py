@@ -101,6 +101,13 @@ def test_a_message_names_the_flag_of_the_data_set(tmp_path):
     assert EvaluationOptions(eval_prompts=str(tmp_path / "own.jsonl")).name == "own.jsonl"
 
 
+def test_half_a_character_is_named_by_its_line(tmp_path):
+    (tmp_path / "own.jsonl").write_text('{"prompt": "a"}\n{"turns": ["b\\ud800"]}\n')
+    message = r"own\.jsonl, line 2, turns: expected Unicode, got half a character .* at 1$"
+    with pytest.raises(ConfigError, match=message):
+        prompts.read_prompts(str(tmp_path / "own.jsonl"))
+
+
 def test_other_layouts_go_through_datasets(hub, monkeypatch):
     hub(["README.md", "data/train-00000.parquet"])
     fake: Any = types.ModuleType("datasets")

@@ -192,6 +192,13 @@ def test_generation_ends_at_the_deadline(pair: Pair) -> None:
     assert len(chats) == 0
 
 
+def test_an_opening_that_fills_the_turn_is_refused(pair: Pair) -> None:
+    """Three tokens come before a user's turn of up to 32."""
+    ChatWriter(CFG, chat_target(pair), openings=[np.arange(28), np.arange(2)])
+    with pytest.raises(ConfigError, match="^max_len: expected more than 32, .* got 32$"):
+        ChatWriter(CFG, chat_target(pair), openings=[np.arange(29), np.arange(2)])
+
+
 def test_sizes_that_do_not_divide_are_refused() -> None:
     with pytest.raises(ConfigError, match="expected max_len a multiple of block_size 64"):
         GenerationConfig(max_len=100)
