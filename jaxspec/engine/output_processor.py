@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 
 from jaxspec.engine.outputs import CompletionOutput, Increment, RequestOutput
@@ -13,7 +12,7 @@ from jaxspec.sampling.logprobs import Logprob
 from jaxspec.sampling.params import SamplingParams
 
 Callback = Callable[[Increment], object]
-Place = Mapping[int, Logprob]  # the scored tokens of one position
+PositionScores = Mapping[int, Logprob]  # by token id
 
 
 class OutputCollector:
@@ -77,7 +76,8 @@ def request_outputs(
             texts = [_completion(r, tokenizer, texts_of_tokens) for r in group]
             first, scores = group[0], None
             if first.params.prompt_logprobs is not None:
-                scores = [p if p is None else texts_of_tokens.add(p) for p in first.prompt_logprobs]
+                scores = first.prompt_logprobs
+                texts_of_tokens.fill(scores)
             outputs.append(
                 RequestOutput(
                     first.prompt,
@@ -100,28 +100,32 @@ def decoder(tokenizer: Tokenizer, params: SamplingParams) -> Callable[[list[int]
 
 
 class TokenTexts:
-    """The text of each token by itself, decoded once for all places of a call's outputs."""
+    """The text of each token by itself, decoded once for all outputs of a call."""
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self._tokenizer = tokenizer
         self._found: dict[int, str | None] = {}
 
-    def add(self, place: Place) -> dict[int, Logprob]:
-        """Return the scores of a place with the texts of their tokens."""
-        return {
-            token: replace(score, decoded_token=self._text(token)) for token, score in place.items()
-        }
-
-    def _text(self, token: int) -> str | None:
+    def fill(self, positions: Iterable[PositionScores | None]) -> None:
+        """Give each score the text of its token, in place: there may be millions."""
         if self._tokenizer is None:
-            return None
-        if token not in self._found:
+            return
+        texts = self._found
+        for scores in positions:
+            for token, score in scores.items() if scores is not None else ():
+                if token not in texts:
+                    texts[token] = self._decode(token)
+                score.decoded_token = texts[token]
+
+    def _decode(self, token: int) -> str | None:
+        assert self._tokenizer is not None
+        try:
             try:
-                text = self._tokenizer.decode([token], skip_special_tokens=False)
-            except Exception:  # a row of the embedding that is no token
-                text = None
-            self._found[token] = text
-        return self._found[token]
+                return self._tokenizer.decode([token], skip_special_tokens=False)
+            except TypeError:  # an object whose decode knows no such keyword
+                return self._tokenizer.decode([token])
+        except Exception:  # a row of the embedding that is no token
+            return None
 
 
 def _completion(
@@ -139,7 +143,8 @@ def _completion(
     reason = "error" if error else request.finish_reason or "cancelled"
     scores = None
     if request.params.logprobs is not None:
-        scores = [texts_of_tokens.add(place) for place in request.logprobs]
+        scores = request.logprobs
+        texts_of_tokens.fill(scores)
     return CompletionOutput(
         request.sample,
         token_ids,

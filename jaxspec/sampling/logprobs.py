@@ -45,14 +45,15 @@ class Scores:
     top_logprobs: jax.Array
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Logprob:
     """The score of one token.
 
     logprob: natural logarithm of its probability
     rank: 1 for the likeliest token
-    decoded_token: the text of the token by itself; None without a tokenizer, and for a token that
-        the tokenizer does not decode
+    decoded_token: the tokenizer's text of the token by itself: a part of a character is U+FFFD,
+        and a SentencePiece token has no leading blank. None without a tokenizer, and for a token
+        that it does not decode
     """
 
     logprob: float

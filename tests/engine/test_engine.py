@@ -397,6 +397,9 @@ def test_scores_have_the_text_of_each_token_by_itself() -> None:
         for token, score in place.items() if place else ():
             assert score.decoded_token == (None if token == 7 else str(token))  # 20 ends a text
     assert any(7 in place for place in places if place)
+    plain = SimpleNamespace(eos_token_ids=(), decode=lambda ids: f"{ids}")  # knows no keyword
+    [output] = engine(tokenizer=plain).generate([[6, 17, 18]], scored)
+    assert (output.logprobs or [])[0][19].decoded_token == "[19]"
     [output] = engine().generate([[6, 17, 18]], scored)
     assert {s.decoded_token for place in output.logprobs or [] for s in place.values()} == {None}
 
