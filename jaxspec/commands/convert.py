@@ -1,4 +1,4 @@
-"""Quantise a checkpoint, in the compressed-tensors format that vLLM and transformers load.
+"""Quantise a checkpoint: a target in the compressed-tensors format, which vLLM loads, or a head.
 
 jaxspec convert meta-llama/Llama-3.1-8B-Instruct llama-3.1-8b-fp8 --format fp8
 jaxspec convert HuggingFaceTB/SmolLM2-135M-Instruct smollm2-int4 --format int4 --group-size 64
@@ -35,9 +35,10 @@ def main(
         int | None, option("Weights that share a scale, for int4 alone. [default: 128]")
     ] = None,
 ) -> None:
-    """Write a quantised copy of a checkpoint. A target's head and routers keep their weights.
+    """Write a quantised copy of a checkpoint. `lm_head` and routers of a target keep their weights.
 
-    Heads of DFlash and DSpark take fp8-block alone, and are plain again once they are loaded.
+    A draft head of DFlash or DSpark takes fp8-block alone. It is plain again once it is loaded, and
+    other programs do not read it.
     """
     one_of("--format", format, FORMATS)
     folder = resolve(source, kind="target")

@@ -10,7 +10,7 @@ from typing import Any
 
 from huggingface_hub import ModelCard, ModelCardData
 
-from jaxspec.config import ConfigError
+from jaxspec.config import ConfigError, shown
 from jaxspec.loading.checkpoint import read_json
 from jaxspec.loading.resolve import HUB_ID
 from jaxspec.tools.acceptance.rounds import join
@@ -18,18 +18,20 @@ from jaxspec.tools.acceptance.summary import Result, by_prompt_length, measured_
 from jaxspec.training.files import write_text
 
 SPECULATORS = (
-    "speculators' (`config.json`, `model.safetensors`, {numbers}), without `embed_tokens`, which "
+    "speculators' (`config.json`, `model.safetensors`, {weights}), without `embed_tokens`, which "
     "is the target's"
 )
 FORMATS = {
     "eagle3": SPECULATORS,
     "dspark": SPECULATORS,
     "dflash": SPECULATORS,
-    "eagle": "SafeAI's EAGLE-1 (`config.json`, `model.safetensors`, {numbers}); `embed_tokens` and "
+    "eagle": "SafeAI's EAGLE-1 (`config.json`, `model.safetensors`, {weights}); `embed_tokens` and "
     "`lm_head` are the target's",
 }
 PLAIN = "bfloat16"
-FLOAT8 = "matrices in float8 with a scale for each {} x {} block, plain once loaded"
+FLOAT8 = (
+    "matrices in float8 with a scale for each {} x {} block, plain once loaded, for jaxspec alone"
+)
 TITLES = {"eagle3": "EAGLE-3", "eagle": "EAGLE-1", "dspark": "DSpark", "dflash": "DFlash"}
 
 Record = Mapping[str, Any]
@@ -51,7 +53,7 @@ def write_card(
         record["evaluations"] = record.get("evaluations", []) + more
         if acceptance is not None:
             record["acceptance_by_length"] = lengths_of(acceptance, head, record)
-        page = card(head.name, record, numbers=stored_numbers(head), **about)
+        page = card(head.name, record, weights=weight_format(head), **about)
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as e:
         if isinstance(e, ConfigError):
             raise
@@ -66,7 +68,7 @@ def card(
     name: str,
     record: Record,
     *,
-    numbers: str = PLAIN,
+    weights: str = PLAIN,
     about_target: str = "",
     licence: str = "Apache-2.0",
     notes: Sequence[str] = (),
@@ -74,7 +76,7 @@ def card(
     """Return the card as Markdown, with the hub's metadata as YAML before it.
 
     record: training.json; its "evaluations" and "acceptance_by_length" came after the run
-    numbers: how the weights are stored
+    weights: how they are stored (weight_format)
     about_target: follows the target's name
     notes: paragraphs
     """
@@ -92,7 +94,7 @@ def card(
     )
     parts = [
         f"# {TITLES[method]} head for {record['head']['target'].rpartition('/')[2]}",
-        _head_table(record, numbers, about_target, licence),
+        _head_table(record, weights, about_target, licence),
         *(f"{note}\n" for note in notes),
         f"    jaxspec generate --draft {name}\n",
         "## Acceptance\n",
@@ -108,14 +110,23 @@ def card(
     return str(ModelCard(f"---\n{about.to_yaml()}\n---\n\n{page}"))
 
 
-def stored_numbers(head: Path) -> str:
+def weight_format(head: Path) -> str:
     """Return how a head's files store its weights, by its config.json if there is one."""
     config = head / "config.json"
     stored = read_json(config).get("quantization_config") if config.is_file() else None
-    return FLOAT8.format(*stored["weight_block_size"]) if stored else PLAIN
+    if not stored:
+        return PLAIN
+    try:
+        rows, columns = stored["weight_block_size"]
+    except (KeyError, TypeError, ValueError):
+        raise ConfigError(
+            f"{config}: expected a weight_block_size of two sizes in quantization_config, got "
+            f"{shown(stored)}"
+        ) from None
+    return FLOAT8.format(rows, columns)
 
 
-def _head_table(record: Record, numbers: str, about_target: str, licence: str) -> str:
+def _head_table(record: Record, weights: str, about_target: str, licence: str) -> str:
     draft, head = record["draft_config"], record["head"]
     attention, method = draft["attention"], head["method"]
     switches = [
@@ -130,7 +141,7 @@ def _head_table(record: Record, numbers: str, about_target: str, licence: str) -
     )
     rows = [
         ("target", f"{head['target']} {about_target}".rstrip()),
-        ("format", FORMATS[method].format(numbers=numbers)),
+        ("format", FORMATS[method].format(weights=weights)),
         (
             "head",
             f"{_layers(draft)}, {draft['hidden_size']} wide, {attention['num_heads']} heads, "

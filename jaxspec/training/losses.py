@@ -97,23 +97,22 @@ def _draft_scores(
 ) -> tuple[DraftScores, tuple[jax.Array, ...]]:
     total = jax.nn.logsumexp(logits, axis=-1)
     q = jnp.exp(logits - total[..., None])
-    mass = jnp.sum(target_probs, axis=-1)
     scores = DraftScores(
-        total * mass - jnp.sum(target_probs * logits, axis=-1),
+        -jnp.sum(target_probs * (logits - total[..., None]), axis=-1),
         jnp.sum(jnp.minimum(target_probs, q), axis=-1),
         jnp.argmax(logits, axis=-1).astype(jnp.int32),
     )
+    mass = jnp.sum(target_probs, axis=-1)
     below = jnp.sum(jnp.where(q < target_probs, q, 0.0), axis=-1)  # where more q is more overlap
     return scores, (logits, target_probs, total, mass, below)
 
 
 def _draft_scores_backward(kept: tuple[jax.Array, ...], g: DraftScores) -> tuple[jax.Array, None]:
-    logits, target_probs, total, mass, below = (
-        x if x.ndim == kept[0].ndim else x[..., None] for x in kept
-    )
-    q = jnp.exp(logits - total)
-    of_overlap = jnp.where(q < target_probs, q, 0.0) - below * q
-    to_logits = g.cross_entropy[..., None] * (mass * q - target_probs)
+    logits, target_probs, total, mass, below = kept
+    q = jnp.exp(logits - total[..., None])
+    of_cross_entropy = mass[..., None] * q - target_probs
+    of_overlap = jnp.where(q < target_probs, q, 0.0) - below[..., None] * q
+    to_logits = g.cross_entropy[..., None] * of_cross_entropy
     return to_logits + g.overlap[..., None] * of_overlap, None
 
 

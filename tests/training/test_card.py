@@ -14,7 +14,7 @@ from huggingface_hub import ModelCard
 from jaxspec.config import ConfigError
 from jaxspec.tools.acceptance.rounds import Counts
 from jaxspec.tools.acceptance.summary import Case, Result
-from jaxspec.training.card import TITLES, card, stored_numbers, write_card
+from jaxspec.training.card import TITLES, card, weight_format, write_card
 
 CHECKPOINTS = Path(__file__).resolve().parents[2] / "checkpoints"
 HEADS = sorted(CHECKPOINTS.glob("*/training.json"))
@@ -50,7 +50,7 @@ BY_HAND = (
 @pytest.mark.parametrize("path", HEADS, ids=lambda path: path.parent.name)
 def test_the_figures_of_a_committed_card_are_those_of_its_record(path: Path) -> None:
     record = json.loads(path.read_text(encoding="utf-8"))
-    made = card(path.parent.name, record, numbers=stored_numbers(path.parent))
+    made = card(path.parent.name, record, weights=weight_format(path.parent))
     committed = (path.parent / "README.md").read_text(encoding="utf-8")
     runs = [line for line in made.splitlines() if line.startswith("| 80 prompts, ")]
     other = [line for line in made.splitlines() if line not in committed and line not in runs]
@@ -111,6 +111,9 @@ def test_a_card_says_how_the_weights_are_stored(head: Path) -> None:
     page = (head / "README.md").read_text()
     assert "matrices in float8 with a scale for each 128 x 64 block" in page
     assert "bfloat16)" not in page.partition("## Acceptance")[0]
+    (head / "config.json").write_text(json.dumps({"quantization_config": {"bits": 8}}))
+    with pytest.raises(ConfigError, match="config.json: expected a weight_block_size of two sizes"):
+        write_card(head)
 
 
 def acceptance_record(path: Path, temperature: float, **settings: str) -> Path:

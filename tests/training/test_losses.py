@@ -115,6 +115,7 @@ def test_smooth_l1_equals_torchs() -> None:
 def test_scores_of_drafts_and_their_gradient(share: float) -> None:
     """share: of the target's distribution that the draft's vocabulary has."""
     z, p = jnp.asarray(logits(0)), share * jax.nn.softmax(jnp.asarray(logits(1)), axis=-1)
+    z, p = z.at[0, 0].add(40.0), p.at[0, 1].set(0.0)  # large logits; a row without a target
     weights = jnp.asarray(logits(2, (2, 2, 7)))
 
     def by_formula(z: jax.Array) -> tuple[jax.Array, jax.Array]:
