@@ -394,14 +394,15 @@ def check_quantisation(config: Mapping[str, Any], method: str) -> None:
     """
     key = "quantization_config"
     of_head, of_layer = read_object(config, key), read_object(layer_config(config), key)
-    is_read = of_head.get("quant_method") == "fp8" and bool(of_head.get("weight_block_size"))
+    is_read = of_head.get("quant_method") == "fp8" and of_head.get("weight_block_size")
+    allowed = of_head if is_read else {}
     for found in (of_head, of_layer):
-        if not found or (is_read and found == of_head):
-            continue
-        raise ConfigError(
-            f"quantization_config: expected none, or quant_method 'fp8' with weight_block_size, in "
-            f"a {method} head, got quant_method {shown(found.get('quant_method'))}"
-        )
+        if found and found != allowed:
+            raise ConfigError(
+                f"quantization_config: expected none, or quant_method 'fp8' with "
+                f"weight_block_size, in a {method} head, got quant_method "
+                f"{shown(found.get('quant_method'))}"
+            )
 
 
 def anchor_drafts(

@@ -73,11 +73,11 @@ def request_outputs(
         if not finished_only or all(
             r.ended and r.finish_reason in ("stop", "length") for r in group
         ):
-            texts = [_completion(r, tokenizer, texts_of_tokens) for r in group]
-            first, scores = group[0], None
-            if first.params.prompt_logprobs is not None:
-                scores = first.prompt_logprobs
-                texts_of_tokens.fill(scores)
+            texts = [_completion(r, tokenizer) for r in group]
+            first = group[0]
+            scores = None if first.params.prompt_logprobs is None else first.prompt_logprobs
+            for scored in (scores, *(text.logprobs for text in texts)):
+                texts_of_tokens.fill(scored or ())
             outputs.append(
                 RequestOutput(
                     first.prompt,
@@ -128,9 +128,7 @@ class TokenTexts:
             return None
 
 
-def _completion(
-    request: Request, tokenizer: Tokenizer | None, texts_of_tokens: TokenTexts
-) -> CompletionOutput:
+def _completion(request: Request, tokenizer: Tokenizer | None) -> CompletionOutput:
     token_ids = request.token_ids
     text, error = "", request.error
     if request.detokenizer is not None and request.detokenizer.stopped:
@@ -141,10 +139,7 @@ def _completion(
         except Exception as e:  # the other texts of the call are fine
             error = error or e
     reason = "error" if error else request.finish_reason or "cancelled"
-    scores = None
-    if request.params.logprobs is not None:
-        scores = request.logprobs
-        texts_of_tokens.fill(scores)
+    scores = None if request.params.logprobs is None else request.logprobs
     return CompletionOutput(
         request.sample,
         token_ids,

@@ -20,6 +20,7 @@ import numpy as np
 from jaxspec.config import ConfigError
 from jaxspec.config.quantization.forms import SCALE_DTYPES
 from jaxspec.config.reading import shown
+from jaxspec.layers.quantized import rounding
 from jaxspec.layers.quantized.files import check_scales, zero_scale
 
 SCALE = "_scale_inv"
@@ -58,13 +59,9 @@ class ScaledTensor:
             kinds = " or ".join(SCALE_DTYPES)
             raise ConfigError(f"{name}: expected scales in {kinds}, got {scales.dtype}")
         check_scales(scales, name, signed=False)
-        spread = scales.astype(np.float32)
-        for axis, (size, length) in enumerate(zip(self.block, self.shape, strict=True)):
-            # A block may be larger than the matrix.
-            spread = np.repeat(spread, min(size, length), axis=axis)
-        spread = spread[: self.shape[0], : self.shape[1]]
+        spread = rounding.spread(scales.astype(np.float32), self.shape, self.block)
         codes = self.weight.read().astype(np.float32)
-        if not scales.all() and codes[spread == 0].any():
+        if not scales.all() and np.where(spread == 0, codes, 0).any():
             raise zero_scale(name)
         with np.errstate(over="ignore"):  # loading refuses weights that are not finite
             return codes * spread

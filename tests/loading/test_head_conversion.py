@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import struct
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +10,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
 from jaxspec.commands import convert
@@ -51,10 +50,16 @@ def load(folder: Path) -> tuple[Any, Any]:
 
 def dtypes(folder: Path) -> dict[str, str]:
     """The dtype of each tensor, as the file's header has it."""
-    content = (folder / "model.safetensors").read_bytes()
-    [length] = struct.unpack("<Q", content[:8])
-    header = json.loads(content[8 : 8 + length])
-    return {name: entry["dtype"] for name, entry in header.items() if name != "__metadata__"}
+    with safe_open(folder / "model.safetensors", "numpy") as file:
+        return {name: file.get_slice(name).get_dtype() for name in file.keys()}  # noqa: SIM118
+
+
+def changed(head: Path, folder: Path, tensors: dict[str, np.ndarray]) -> Path:
+    """Write a copy of a head with some tensors of its own or more."""
+    folder.mkdir()
+    save_file(load_file(head / "model.safetensors") | tensors, folder / "model.safetensors")
+    (folder / "config.json").write_bytes((head / "config.json").read_bytes())
+    return folder
 
 
 def test_a_converted_head_is_plain_again_within_half_a_code(head: Path, tmp_path: Path) -> None:
@@ -80,15 +85,11 @@ def test_a_converted_head_is_plain_again_within_half_a_code(head: Path, tmp_path
 
 
 def test_each_block_has_its_own_scale(head: Path, tmp_path: Path) -> None:
-    """Two by three blocks, whose largest magnitudes are far apart."""
+    """Two rows of three blocks, whose largest magnitudes are far apart."""
     rows, columns = np.indices((200, 300))
     large = 10.0 ** (3 * (rows // 128) + columns // 128)
     weight = (np.random.default_rng(0).uniform(0.5, 1, (200, 300)) * large).astype(np.float32)
-    tensors = load_file(head / "model.safetensors") | {"layers.0.more.weight": weight}
-    source = tmp_path / "source"
-    source.mkdir()
-    save_file(tensors, source / "model.safetensors")
-    (source / "config.json").write_bytes((head / "config.json").read_bytes())
+    source = changed(head, tmp_path / "source", {"layers.0.more.weight": weight})
     convert_head(source, tmp_path / "fp8", "fp8-block")
     checkpoint = open_checkpoint(tmp_path / "fp8")
     found = with_scales(checkpoint.tensors, checkpoint.config, "head")["layers.0.more.weight"]
@@ -146,14 +147,9 @@ def test_a_head_of_another_method_or_with_codes_is_refused(head: Path, tmp_path:
 def test_codes_and_scales_of_a_config_that_names_none_are_refused(
     head: Path, name: str, tmp_path: Path
 ) -> None:
-    broken = tmp_path / "broken"
-    broken.mkdir()
-    tensors = load_file(head / "model.safetensors")
-    tensors[name] = tensors["fc.weight"].astype(
-        ml_dtypes.float8_e4m3fn if name == "fc.weight" else np.float32
-    )
-    save_file(tensors, broken / "model.safetensors")
-    (broken / "config.json").write_bytes((head / "config.json").read_bytes())
+    dtype = ml_dtypes.float8_e4m3fn if name == "fc.weight" else np.float32
+    weight = load_file(head / "model.safetensors")["fc.weight"]
+    broken = changed(head, tmp_path / "broken", {name: weight.astype(dtype)})
     with pytest.raises(ConfigError, match=f"{name}: expected plain weights, got float"):
         convert_head(broken, tmp_path / "out", "fp8-block")
     assert sorted(tmp_path.iterdir()) == [broken]
@@ -167,12 +163,9 @@ def test_a_link_that_leads_nowhere_is_not_overwritten(head: Path, tmp_path: Path
 
 
 def test_weights_that_are_not_finite_are_refused(head: Path, tmp_path: Path) -> None:
-    broken = tmp_path / "broken"
-    broken.mkdir()
-    tensors = load_file(head / "model.safetensors")
-    tensors["fc.weight"][0, 0] = np.nan
-    save_file(tensors, broken / "model.safetensors")
-    (broken / "config.json").write_bytes((head / "config.json").read_bytes())
+    weight = load_file(head / "model.safetensors")["fc.weight"]
+    weight[0, 0] = np.nan
+    broken = changed(head, tmp_path / "broken", {"fc.weight": weight})
     with pytest.raises(ConfigError, match=r"fc.weight: expected finite numbers, got NaN in 1 of"):
         convert_head(broken, tmp_path / "out", "fp8-block")
     assert sorted(tmp_path.iterdir()) == [broken]

@@ -56,15 +56,19 @@ def int4_codes(weight: np.ndarray, scales: np.ndarray) -> np.ndarray:
     return (np.clip(np.rint(values), -8, 7) + ZERO).astype(np.uint8)
 
 
-def spread(scales: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+def spread(
+    scales: np.ndarray, shape: tuple[int, ...], block: tuple[int, int] = (BLOCK, BLOCK)
+) -> np.ndarray:
     """Return scales in a shape that broadcasts over a weight [out, in].
 
-    scales: [out, 1], [1, 1], or [out / BLOCK, in / BLOCK]
+    scales: [out, 1], [1, 1], or one for each block
+    block:  its rows and columns, which may be more than the weight's
     """
     rows, columns = shape
     if scales.shape in ((rows, 1), (1, 1)):
         return scales
-    return np.repeat(np.repeat(scales, BLOCK, axis=0)[:rows], BLOCK, axis=1)[:, :columns]
+    in_rows = np.repeat(scales, min(block[0], rows), axis=0)[:rows]
+    return np.repeat(in_rows, min(block[1], columns), axis=1)[:, :columns]
 
 
 def _scales(largest: np.ndarray, code: np.float32) -> np.ndarray:
