@@ -628,7 +628,9 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> Iterator[Increment]:
-        """Yield an Increment for each text that a round extends, as soon as it is read.
+        """Yield an Increment for each text that a result extends, as soon as it is read.
+
+        A result is that of a round, or of all rounds of a step without drafts.
 
         Arguments are those of generate, and are checked before this returns. Closing or dropping
         the iterator cancels unfinished texts. Several streams and calls of generate may overlap.

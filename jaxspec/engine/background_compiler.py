@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Hashable, MutableMapping, Sequence
+from collections.abc import Callable, Hashable, MutableMapping, Sequence
 from dataclasses import replace
 from weakref import WeakKeyDictionary
 
@@ -15,6 +15,7 @@ from jaxspec.engine.rehearsal import Compiled, Rehearsals
 from jaxspec.engine.request import Request
 from jaxspec.engine.resident_state import ResidentState
 from jaxspec.engine.round_configs import RoundConfigs
+from jaxspec.engine.totals import Totals
 from jaxspec.engine.variants import PrefillShape, RoundShape, Variant, level_for
 from jaxspec.sampling.rows import features_of
 
@@ -70,13 +71,14 @@ class BackgroundCompiler:
         self,
         request: Request,
         features: SamplingFeatures,
-        others: Sequence[Request],
+        others: Callable[[], Totals],
         *,
         alone: bool,
     ) -> bool:
         """Return whether a request can run beside others without a compilation for its features.
 
         features: what the others need
+        others: returns the totals over them, which take a while to count
         alone: whether no request of any replica runs
 
         If not, programs are compiled in the background, and the others go on meanwhile. A request
@@ -109,7 +111,7 @@ class BackgroundCompiler:
         choice, needed_layout = self._choice, self._resident.needed
         if choice.is_warm or not self._rehearsals.are_possible or not running:
             return True
-        shape, limits_drafts = choice.next_rounds(batch, running)
+        shape, limits_drafts = choice.next_rounds(batch, choice.totals_of(running))
         needed = Variant.of(features.of_rounds, needed_layout, limits_drafts=limits_drafts)
         if choice.variants.serving(shape, needed) or not choice.variants.knows(shape):
             return True
@@ -139,7 +141,7 @@ class BackgroundCompiler:
         return False
 
     def _is_served(
-        self, request: Request, features: SamplingFeatures, others: Sequence[Request]
+        self, request: Request, features: SamplingFeatures, others: Callable[[], Totals]
     ) -> bool:
         variants, needed_layout = self._choice.variants, self._resident.needed
         config = self._buckets.config
@@ -152,28 +154,29 @@ class BackgroundCompiler:
             and request.draft_limit == self._max_k
         ):
             return True
-        running = [*others, request]
+        before = others()
+        running = replace(before)
+        running.expect(request)
         layout = needed_layout.grown([request.params])
         adds = not features.holds(own) or layout.sizes != needed_layout.sizes
         features |= own
         assert config.batch_buckets is not None
-        batch = next(size for size in config.batch_buckets if size >= len(running))
+        batch = next(size for size in config.batch_buckets if size >= running.count)
         rows = request.num_known + self._resident.rounds_per_step * (self._max_k + 1)
         blocks = -(-min(rows, config.max_model_len) // config.block_size)
         shape, limits_drafts = self._choice.next_rounds(batch, running, blocks)
 
-        def prefills(tokens: Sequence[int]) -> list[PrefillShape]:
-            """The shapes of the calls that prefill so many tokens of each request."""
-            tiles = sum(-(-n // self._buckets.prefill_tile) for n in tokens)
+        def prefills(tiles: int) -> list[PrefillShape]:
+            """The shapes of the calls that prefill so many tiles."""
             most = self._buckets.max_tiles
             calls = {min(tiles, most), tiles % most if tiles > most else 0} - {0}
             return [PrefillShape(size, shape.pages) for size in {*map(self._buckets.tiles, calls)}]
 
         needed = Variant.of(features.of_rounds, layout, limits_drafts=limits_drafts)
         of_prefill = Variant.of(features, layout)
-        unprefilled = [r.num_known - r.num_prefilled for r in others if not r.is_prefilled]
-        alone = prefills([request.num_known])
-        together = prefills([request.num_known, *unprefilled]) if unprefilled else alone
+        own_tiles = before.tiles_of(request.num_known)
+        alone = prefills(own_tiles)
+        together = prefills(own_tiles + before.prefill_tiles) if before.prefill_tiles else alone
 
         def missing(shapes: Sequence[PrefillShape]) -> list[RoundShape | PrefillShape]:
             found = [s for s in shapes if not variants.serving(s, of_prefill)]

@@ -40,6 +40,7 @@ from jaxspec.engine.scheduler import (
     SchedulerConfig,
     admit_any,
 )
+from jaxspec.engine.totals import Totals
 from jaxspec.loading.placement import as_on_one_device
 from jaxspec.parallel.processes import ProcessError
 from jaxspec.sampling.logprobs import Scores, logprobs_of
@@ -510,17 +511,27 @@ class Engine:
         """
         if not self.scheduler.waiting:
             return admit_any
-        others, needed = list(self.scheduler.running), self._running_features()
-        num_running, others_run = len(others), self.others_run()
+        running, needed = list(self.scheduler.running), self._running_features()
+        others_run, num_admitted = self.others_run(), 0
+        totals: Totals | None = None
 
         def may_admit(request: Request, admitted: Sequence[Request]) -> bool:
-            nonlocal needed
-            for new in admitted[len(others) - num_running :]:
-                others.append(new)
+            nonlocal needed, num_admitted
+            for new in admitted[num_admitted:]:
                 needed |= features_of([new.params])
+                if totals is not None:
+                    totals.add(new)
+            num_admitted = len(admitted)
+
+            def others() -> Totals:
+                nonlocal totals
+                if totals is None:
+                    totals = self.runner.program_choice.totals_of([*running, *admitted])
+                return totals
+
             try:
                 return self.runner.compiler.may_admit(
-                    request, needed, others, alone=not (others or others_run)
+                    request, needed, others, alone=not (running or admitted or others_run)
                 )
             except ConfigError as e:
                 refused[request] = e
@@ -684,8 +695,11 @@ class Engine:
                 add_prompt_logprobs(chunk, tiles, verification.prompt_logprobs)
             except Exception as e:
                 self._fail(chunk.request, e)
-        for part in each_round(verification):
-            self._hand_out(result, part, now)
+        if self._is_plain(result, verification):
+            self._hand_out_plain(result, verification, now)
+        else:
+            for part in each_round(verification):
+                self._hand_out(result, part, now)
         if result.is_round and self.on_rounds is not None:
             self.on_rounds(verification, result.rows)
 
@@ -708,11 +722,8 @@ class Engine:
         An exception on the way, such as one of the tokenizer, ends that request alone.
         """
         tokens, num_sampled = verification.output_tokens, verification.num_sampled
-        if result.is_round and num_sampled.any():
-            self.stats.timings.num_rounds += 1
-            rounds = self.stats.timings.num_rounds_of
-            K = result.num_speculative_tokens
-            rounds[K] = rounds.get(K, 0) + 1
+        if result.is_round:
+            self._count_rounds(result, int(num_sampled.any()))
         for request, row in result.rows:
             sampled = tokens[row, : num_sampled[row]].tolist()
             try:
@@ -728,6 +739,44 @@ class Engine:
             except Exception as e:
                 self._fail(request, e)
 
+    def _is_plain(self, result: InFlight, verification: Verification) -> bool:
+        """Return whether the result is of several rounds without drafts, and holds tokens alone."""
+        return (
+            result.is_round
+            and result.num_speculative_tokens == 0
+            and self.choice is None
+            and verification.logprobs is None
+            and verification.num_sampled.ndim == 2
+        )
+
+    def _hand_out_plain(self, result: InFlight, verification: Verification, now: float) -> None:
+        """Give each request the tokens of all rounds of a step at once.
+
+        The same as _hand_out of each round, in a fraction of the host's time: with a thousand
+        requests a device makes tokens faster than Python takes them one by one.
+        """
+        tokens = verification.output_tokens[..., 0]  # [rounds, batch]
+        self._count_rounds(result, int(verification.num_sampled.any(-1).sum()))
+        num_sampled = verification.num_sampled.sum(0).tolist()
+        num_rounds, of_rows = len(tokens), tokens.T.tolist()
+        for request, row in result.rows:
+            sampled = of_rows[row]
+            if num_sampled[row] < num_rounds:
+                sampled = [token for token in sampled if token >= 0]
+            try:
+                self._hand_over(
+                    request, sampled, result, now, 0, is_lookup=False, num_rounds=num_rounds
+                )
+            except Exception as e:
+                self._fail(request, e)
+
+    def _count_rounds(self, result: InFlight, number: int) -> None:
+        """Count rounds of a result in which some request sampled."""
+        if number:
+            timings, K = self.stats.timings, result.num_speculative_tokens
+            timings.num_rounds += number
+            timings.num_rounds_of[K] = timings.num_rounds_of.get(K, 0) + number
+
     def _hand_over(
         self,
         request: Request,
@@ -737,11 +786,15 @@ class Engine:
         num_proposed: int | None,
         *,
         is_lookup: bool,
+        num_rounds: int = 1,
     ) -> None:
-        """num_proposed: the request's drafts in a round; None: all that it may have"""
+        """Take over the tokens of one round, or of num_rounds without drafts, or of a prefill.
+
+        num_proposed: the request's drafts in a round; None: all that it may have
+        """
         if num_proposed is None:
             num_proposed = self._allowed_drafts(request, result.num_speculative_tokens)
-        kept = self.scheduler.read(request, tokens, is_round=result.is_round)
+        kept = self.scheduler.read(request, tokens, is_round=result.is_round, num_rounds=num_rounds)
         if kept == 0:
             return
         del request.logprobs[request.num_generated :]

@@ -5,10 +5,9 @@ A batch that no compiled program serves gets one of its own, which compiles when
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain
 from typing import Any
 
 from jaxspec.config import RoundConfig, SamplingFeatures
@@ -16,6 +15,7 @@ from jaxspec.engine.buckets import Buckets
 from jaxspec.engine.request import Request
 from jaxspec.engine.resident_state import ResidentState
 from jaxspec.engine.round_configs import RoundConfigs
+from jaxspec.engine.totals import Totals
 from jaxspec.engine.variants import PrefillShape, RoundShape, Shape, Variant, Variants
 from jaxspec.sampling.rows import StateLayout
 
@@ -93,9 +93,11 @@ class ProgramChoice:
         assert buckets is not None
         if not self.is_warm or not requests or least == buckets[-1]:
             return least
-        shape, _ = self.next_rounds(least, requests)
+        totals = self.totals_of(requests)
+        shape, _ = self.next_rounds(least, totals)
         # Only some of them generate while the others are prefilled, with the K of so many.
-        fewest = min(request.draft_limit for request in requests)
+        fewest = totals.fewest_drafts
+        assert fewest is not None
         numbers = range(1, len(requests) + 1)
 
         def needed() -> Variant:
@@ -118,19 +120,22 @@ class ProgramChoice:
         return self._rounds[key]
 
     def next_rounds(
-        self, batch: int, running: Sequence[Request], num_blocks: int = 0
+        self, batch: int, totals: Totals, num_blocks: int = 0
     ) -> tuple[RoundShape, bool]:
-        """Return the shape of rounds in a batch once all of these requests generate.
+        """Return the shape of rounds in a batch once all requests of these totals generate.
 
         The second value says whether some of them have fewer drafts than the rounds.
 
         num_blocks: blocks that a request without any will need
         """
-        K = self._configs.k_of_batch(len(running))
-        limits_drafts = any(request.draft_limit < K for request in running)
-        held = (request.num_pages for request in running)
-        pages = self._buckets.pages_of(chain([num_blocks], held))
+        K = self._configs.k_of_batch(totals.count)
+        limits_drafts = totals.fewest_drafts is not None and totals.fewest_drafts < K
+        pages = self._buckets.pages_of([num_blocks, totals.most_pages])
         return RoundShape(batch, pages, K), limits_drafts or self._configs.always_limits_drafts
+
+    def totals_of(self, requests: Iterable[Request]) -> Totals:
+        """Return the totals over requests that run."""
+        return Totals.of(requests, self._buckets.prefill_tile)
 
     def round_config(self, variant: Variant, shape: RoundShape) -> RoundConfig:
         """Return the static description of a variant's rounds."""

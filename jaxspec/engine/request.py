@@ -45,7 +45,8 @@ class Request:
     index, sample: the prompt's place in the call, and the text's among its n
     request_id: the prompt's number among all of the LLM, as text
     num_prefix_hits: prompt tokens that the prefix cache held at its first admission
-    on_tokens: called with the request and the number of new tokens, once for each round
+    on_tokens: called with the request and the number of new tokens, once for each result: a
+        round, or all rounds of a step if they have no drafts
     num_delivered: generated tokens that a caller of LLM has been given, or that count as given
     ended: whether that caller has been given the end as well
     error: the exception that ended it, with finish_reason "error"
@@ -162,13 +163,14 @@ class Request:
 
     def extend(self, tokens: Sequence[int]) -> int:
         """Append a round's tokens up to the request's end, and return how many those were."""
+        if self.detokenizer is None:
+            return self._extend_with_ids(tokens)
         for count, token in enumerate(tokens, start=1):
             self.all_token_ids.append(token)
             is_stop = token in self.stop_token_ids
-            if self.detokenizer is not None:
-                is_stop |= self.detokenizer.push(
-                    token, may_stop=self.num_generated > self.params.min_tokens
-                )
+            is_stop |= self.detokenizer.push(
+                token, may_stop=self.num_generated > self.params.min_tokens
+            )
             if is_stop:
                 self.finish_reason = "stop"
             elif self.num_generated >= self.max_tokens:
@@ -176,6 +178,18 @@ class Request:
             if self.finish_reason:
                 return count
         return len(tokens)
+
+    def _extend_with_ids(self, tokens: Sequence[int]) -> int:
+        """Extend a request that has no text to look for stop strings in."""
+        room, stops = self.max_tokens - self.num_generated, self.stop_token_ids
+        count = next((i for i, t in enumerate(tokens, start=1) if t in stops), len(tokens) + 1)
+        if count <= min(room, len(tokens)):
+            self.finish_reason = "stop"
+        elif len(tokens) >= room:
+            self.finish_reason = "length"
+        count = min(count, room, len(tokens))
+        self.all_token_ids += tokens[:count]
+        return count
 
 
 def slot_of(request: Request) -> int:

@@ -180,7 +180,7 @@ class ModelRunner:
         choice.set_needed(before.fit(features, params))
         try:
             # The layout of the program that will serve them once all of them generate.
-            expected = choice.next_rounds(resident.num_slots, running)
+            expected = choice.next_rounds(resident.num_slots, choice.totals_of(running))
             choice.set_layout(choice.for_rounds(features.of_rounds, *expected).layout)
             if resident.layout.held:
                 for first in range(0, len(added), ADMISSIONS):

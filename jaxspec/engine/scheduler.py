@@ -422,24 +422,30 @@ class Scheduler:
 
     # --- after a step ----------------------------------------------------------------------------
 
-    def read(self, request: Request, tokens: Sequence[int], *, is_round: bool) -> int:
-        """Take over the tokens that a round, or the end of a prompt, sampled for a request.
+    def read(
+        self, request: Request, tokens: Sequence[int], *, is_round: bool, num_rounds: int = 1
+    ) -> int:
+        """Take over the tokens that rounds, or the end of a prompt, sampled for a request.
+
+        num_rounds: more than 1 only for rounds without drafts, a token each
 
         Returns how many of them count.
         """
-        request.num_unread -= 1
-        request.num_unread_rounds -= is_round
+        request.num_unread -= num_rounds
+        request.num_unread_rounds -= num_rounds if is_round else 0
         if request.finish_reason is not None:
             return 0
+        before = request.num_cached
         if is_round and not tokens:  # no row of it advanced
             self.counts.num_waits += 1
         elif is_round:
-            before = request.num_cached
             request.num_cached += len(tokens)
-            # A draft may read the last rows of a round in the next round.
-            request.num_consumed = max(before, request.num_cached - self.config.lag)
+            request.num_consumed = self._consumed(before, len(tokens), num_rounds)
         kept = request.extend(tokens)
         if request.finish_reason is not None:
+            if num_rounds > 1 and kept > 1:  # the blocks of the rounds before its last one
+                request.num_consumed = self._consumed(before, kept - 1, num_rounds)
+                self._register(request)
             slot = self._leave(request)
             if (
                 request.finish_reason == "stop"
@@ -449,6 +455,16 @@ class Scheduler:
         else:
             self._register(request)
         return kept
+
+    def _consumed(self, cached: int, num_tokens: int, num_rounds: int) -> int:
+        """Return the tokens that both models have consumed after rounds brought num_tokens.
+
+        cached: the cached tokens before these rounds
+
+        A draft may read the last rows of a round in the next round. Several rounds have one each.
+        """
+        before_last = cached + (num_tokens - 1 if num_rounds > 1 else 0)
+        return max(before_last, cached + num_tokens - self.config.lag)
 
     def finish(self, request: Request, reason: FinishReason) -> None:
         """End a request early, cancelled or with an error, unless it has ended."""

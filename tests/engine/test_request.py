@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from jaxspec.engine.detokenizer import Detokenizer
 from jaxspec.engine.request import Request
 from jaxspec.sampling.logprobs import Logprob
@@ -27,3 +29,20 @@ def test_a_rewound_request_holds_its_delivered_tokens_and_nothing_of_the_engine(
 
     assert request.extend([2, 3, 4]) == 3
     assert request.finish_reason == "stop" and detokenizer.new_text(last=True) == "BC"
+
+
+@pytest.mark.parametrize("has_text", [False, True])
+def test_a_request_ends_at_its_first_stop_token_or_at_its_limit(has_text: bool) -> None:
+    def extended(tokens: list[int], begun: int = 0) -> tuple[int, list[int], str | None]:
+        detokenizer = Detokenizer(lambda ids: " ".join(map(str, ids)), ()) if has_text else None
+        request = Request([1], SamplingParams(), 4, stop_token_ids=(8, 9), detokenizer=detokenizer)
+        assert request.extend([1] * begun) == begun
+        return request.extend(tokens), request.token_ids[begun:], request.finish_reason
+
+    assert extended([]) == (0, [], None)
+    assert extended([3, 4, 5]) == (3, [3, 4, 5], None)
+    assert extended([3, 9, 8, 5]) == (2, [3, 9], "stop")
+    assert extended([3, 4, 5, 9]) == (4, [3, 4, 5, 9], "stop")  # at the limit too
+    assert extended([3, 4, 5, 6, 9]) == (4, [3, 4, 5, 6], "length")
+    assert extended([3, 4], begun=2) == (2, [3, 4], "length")
+    assert extended([3, 8, 4], begun=3) == (1, [3], "length")

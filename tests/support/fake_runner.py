@@ -19,6 +19,7 @@ from jaxspec.engine.engine import Engine
 from jaxspec.engine.request import Request, slot_of
 from jaxspec.engine.runner import ModelRunner
 from jaxspec.engine.scheduler import Chunk, SchedulerConfig
+from jaxspec.engine.totals import Totals
 
 VOCAB = 7
 
@@ -210,11 +211,14 @@ class FakeRunner:
     def poll(self) -> None:
         """Do nothing: nothing compiles."""
 
+    def totals_of(self, requests: Iterable[Request]) -> Totals:
+        return Totals.of(requests, self.sizes.prefill_tile)
+
     def may_admit(
         self,
         request: Request,
         features: SamplingFeatures,
-        others: Sequence[Request],
+        others: Callable[[], Totals],
         *,
         alone: bool,
     ) -> bool:
