@@ -183,6 +183,7 @@ Head = Annotated[
         "norm_output",
         "block_drafts",
         "num_layers",
+        "num_kv_heads",
         "window",
         "markov_rank",
         "markov_kind",

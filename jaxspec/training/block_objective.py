@@ -96,7 +96,12 @@ def observe_blocks(cfg: TrainConfig, pair: TrainingPair, batch: Batch[jax.Array]
     shape, flat = row.shape, row.reshape(row.shape[0], -1)
     before = jnp.take_along_axis(hidden, flat[..., None], axis=1).reshape(*shape, -1)
     if draft.maps_vocabulary:
-        greedy, total = greedy_and_total(pair.target, pair.target_cfg, before)
+        # Logits of the whole vocabulary, of every row of text or of every draft's.
+        if hidden.shape[1] < flat.shape[1]:
+            of_rows = greedy_and_total(pair.target, pair.target_cfg, hidden)
+            greedy, total = (jnp.take_along_axis(x, flat, axis=1).reshape(shape) for x in of_rows)
+        else:
+            greedy, total = greedy_and_total(pair.target, pair.target_cfg, before)
         columns = head_columns(pair.target, pair.target_cfg, pair.draft_ids)
         logits = jnp.einsum("...d,dv->...v", before, columns, preferred_element_type=jnp.float32)
         is_choice = pair.draft_ids == greedy[..., None]

@@ -38,6 +38,8 @@ def write_chats(
 ) -> None:
     """Write chats for some minutes, and a report beside them.
 
+    An error or Ctrl-C loses none that are finished.
+
     prompt_sets:  files or ids on the hub, whose prompts are answered
     shard (i, n): of these prompts, every n-th from the i-th on
     show:         number of examples that are logged
@@ -47,6 +49,14 @@ def write_chats(
         f"generate: {len(prompts)} prompts from files, {overlap.removed} removed for a 13-gram "
         "of the evaluation set"
     )
+
+    def save(chats: Chats, report: GenerationReport) -> None:
+        written = full_report(cfg, chats, report, overlap)
+        log(f"generate: {json.dumps(written)}")
+        folder.mkdir(parents=True, exist_ok=True)
+        chats.save(folder / CHATS)
+        write_text(folder / REPORT, json.dumps(written, indent=1) + "\n")
+
     chats, report = generate_chats(
         cfg,
         target,
@@ -56,14 +66,11 @@ def write_chats(
         openings=[target.words.encode(text) for text in all_openings()],
         overlap=overlap,
         log=log,
+        keep=save,
     )
-    written = full_report(cfg, chats, report, overlap)
-    log(f"generate: {json.dumps(written)}")
+    save(chats, report)
     for i in range(min(show, len(chats))):
         log(f"generate: example: {target.words.decode(chats.sequence(i))!r}")
-    folder.mkdir(parents=True, exist_ok=True)
-    chats.save(folder / CHATS)
-    write_text(folder / REPORT, json.dumps(written, indent=1) + "\n")
 
 
 def file_prompts(

@@ -154,9 +154,9 @@ class Generator:
     Turns are handed back in the order of their slots, whichever round of a step each ended in. With
     a seed for each turn, the data of a seed then depends on the tokens alone.
 
-    The engine's host work is 6 us of CPU time a sampled token (2.6 us to hand it out, the rest to
-    schedule and admit turns of 90 tokens), while an H200 takes 19 us a token at 1,024 slots of
-    SmolLM2-135M. On a GPU the two overlap.
+    An H100 takes 3.1 ms for a round of 1,024 full slots of SmolLM2-135M, 3 us a token. The host's
+    work to schedule, admit and hand out overlaps with it, and takes longer
+    (docs/notes/many-requests-on-the-host.md).
     """
 
     def __init__(
@@ -352,32 +352,47 @@ def generate_chats(
     openings: Sequence[np.ndarray] = (),
     overlap: OverlapFilter | None = None,
     log: Callable[[str], None] = print,
+    keep: Callable[[Chats, GenerationReport], None] | None = None,
 ) -> tuple[Chats, GenerationReport]:
     """Generate chats until deadline (time.monotonic) or max_chats.
 
     prompts, openings, overlap: see ChatWriter. Chats that begin with a prompt alternate with opened
     and free-running ones. A chat that is unfinished at the end is left out.
+
+    keep: gets the finished chats if an error or Ctrl-C ends the writing, which is then raised
     """
     writer = ChatWriter(cfg, target, prompts=prompts, openings=openings, overlap=overlap)
     generator = Generator(cfg, target.cfg, target.params, target.chat.stop_token_ids, target.dtype)
     start = last_log = time.monotonic()
-    while len(writer.sequences) < max_chats and time.monotonic() < deadline:
-        generator.refill(writer.next_turn)
-        for turn, sequence in generator.step():
-            writer.take(turn, sequence)
-        now = time.monotonic()
-        if now - last_log > LOG_SECONDS:
-            last_log, count = now, generator.num_sampled
-            log(
-                f"generate: {now - start:5.0f} s  {len(writer.sequences)} chats  {count} tokens  "
-                f"{count / (now - start):.0f} tokens/s"
-            )
-    chats = writer.chats
-    report = dataclasses.replace(
-        writer.report,
-        seconds=time.monotonic() - start,
-        num_chats=len(chats),
-        num_answer_tokens=chats.num_answer_tokens,
-        num_sampled_tokens=generator.num_sampled,
-    )
-    return chats, report
+
+    def finished() -> tuple[Chats, GenerationReport]:
+        chats = writer.chats
+        return chats, dataclasses.replace(
+            writer.report,
+            seconds=time.monotonic() - start,
+            num_chats=len(chats),
+            num_answer_tokens=chats.num_answer_tokens,
+            num_sampled_tokens=generator.num_sampled,
+        )
+
+    try:
+        while len(writer.sequences) < max_chats and time.monotonic() < deadline:
+            generator.refill(writer.next_turn)
+            for turn, sequence in generator.step():
+                writer.take(turn, sequence)
+            now = time.monotonic()
+            if now - last_log > LOG_SECONDS:
+                last_log, count = now, generator.num_sampled
+                log(
+                    f"generate: {now - start:5.0f} s  {len(writer.sequences)} chats  "
+                    f"{count} tokens  {count / (now - start):.0f} tokens/s"
+                )
+    except BaseException as e:
+        if keep is not None and writer.sequences:
+            log(f"generate: {type(e).__name__} after {len(writer.sequences)} chats, which are kept")
+            try:
+                keep(*finished())
+            except Exception as failure:  # raised beside what ended the writing
+                log(f"generate: the chats could not be kept: {failure}")
+        raise
+    return finished()

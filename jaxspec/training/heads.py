@@ -33,7 +33,7 @@ class HeadConfig:
 
     method: "eagle3", "dflash", "dspark", or "eagle", which has the target's whole vocabulary
     intermediate_size, aux_layers: see eagle3_config and block_config
-    block_drafts, num_layers, markov_*, confidence, mask_token_id: see block_config
+    block_drafts, num_layers, num_kv_heads, markov_*, confidence, mask_token_id: see block_config
     window: positions that the draft sees; None for all
     init:   folder of a head to continue from
     seed:   of the first weights
@@ -54,6 +54,9 @@ class HeadConfig:
     norm_output: bool = setting(True, "Feed the normed output back.")
     block_drafts: int = setting(7, "DFlash, DSpark: tokens that a block drafts.")
     num_layers: int = setting(2, "DFlash, DSpark: layers of the draft.")
+    num_kv_heads: int | None = setting(
+        None, "DFlash, DSpark: KV heads of a layer. [default: the target's]"
+    )
     window: int | None = setting(None, "Tokens of context that the draft sees. [default: all]")
     markov_rank: int = setting(64, "DSpark: width of the Markov head.")
     markov_kind: MarkovKind = setting("vanilla", "DSpark: vanilla, gated or rnn.")
@@ -156,8 +159,9 @@ def eagle3_config(
 def block_config(cfg: HeadConfig, target: ChatTarget, counts: np.ndarray) -> DFlashConfig:
     """Return a DFlash or DSpark head of a few layers of the target's width.
 
-    Its MLP is the target's by default, the aux layers (2, n // 2, n - 3). Queries and keys are
-    normed, as in every published head. With a vocabulary of its own it has a head of its own.
+    Its MLP and KV heads are the target's by default, the aux layers (2, n // 2, n - 3). Queries and
+    keys are normed, as in every published head. With a vocabulary of its own it has a head of its
+    own.
     """
     if cfg.block_drafts < 1 or cfg.num_layers < 1 or cfg.markov_rank < 0:
         raise ConfigError(
@@ -165,12 +169,19 @@ def block_config(cfg: HeadConfig, target: ChatTarget, counts: np.ndarray) -> DFl
             f"got {cfg.block_drafts}, {cfg.num_layers} and {cfg.markov_rank}"
         )
     is_dspark, shape = cfg.method == "dspark", target.cfg
+    attention = _head_attention(shape)
+    kv_heads = attention.num_kv_heads if cfg.num_kv_heads is None else cfg.num_kv_heads
+    if kv_heads < 1 or attention.num_heads % kv_heads:
+        raise ConfigError(
+            f"num_kv_heads: expected a divisor of the target's {attention.num_heads} heads, "
+            f"got {kv_heads}"
+        )
     n, vocab = shape.num_layers, shape.vocab_size
     shared = DFlashConfig(
         target_hidden_size=shape.hidden_size,
         hidden_size=shape.hidden_size,
         intermediate_size=cfg.intermediate_size or shape.intermediate_size,
-        attention=dataclasses.replace(_head_attention(shape), qk_norm=True),
+        attention=dataclasses.replace(attention, num_kv_heads=kv_heads, qk_norm=True),
         rms_norm_eps=shape.rms_norm_eps,
         vocab_size=vocab,
         draft_vocab_size=cfg.draft_vocab_size,

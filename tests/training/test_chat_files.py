@@ -5,15 +5,18 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pytest
 
 from jaxspec import models
+from jaxspec.training import chat_files
 from jaxspec.training.chat_files import CHATS, REPORT, file_prompts, read_chats
 from jaxspec.training.chat_target import ChatTarget
 from jaxspec.training.data import OverlapFilter, pack
 from jaxspec.training.dry_run import CHAT, HashedWords
-from jaxspec.training.generation import GenerationConfig
+from jaxspec.training.generation import GenerationConfig, GenerationReport
 from tests.training.conftest import TARGET_ATTENTION, VOCAB
 
 
@@ -54,3 +57,33 @@ def test_chats_are_merged_with_their_reports(tmp_path: Path) -> None:
     assert about["generation"] == [{"num_chats": 2}]
     counts = {"files": 2, "chats": 3, "tokens": 18, "answer_tokens": 11, "greedy_share": 2 / 3}
     assert about["chats"] == counts
+
+
+def test_chats_that_were_finished_before_an_error_are_on_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chats = pack([np.arange(4), np.arange(9)], [2, 3], [0.0, 0.7], np.uint16)
+
+    def failing(*_: Any, keep: Any, **__: Any) -> None:
+        keep(chats, GenerationReport(num_chats=2))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(chat_files, "generate_chats", failing)
+    cfg: Any = None
+    target = ChatTarget("tiny", cfg, {}, CHAT, HashedWords(VOCAB), ())
+    with pytest.raises(KeyboardInterrupt):
+        chat_files.write_chats(
+            GenerationConfig(),
+            target,
+            tmp_path / "out",
+            prompt_sets=[],
+            shard=(0, 1),
+            overlap=OverlapFilter([]),
+            minutes=1.0,
+            max_chats=9,
+            show=0,
+            log=lambda line: None,
+        )
+    found, about = read_chats([tmp_path / "out" / CHATS], VOCAB)
+    assert sorted(found.lengths.tolist()) == [4, 9]
+    assert about["generation"][0]["num_chats"] == 2

@@ -192,6 +192,37 @@ def test_generation_ends_at_the_deadline(pair: Pair) -> None:
     assert len(chats) == 0
 
 
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), jax.errors.JaxRuntimeError("launch")])
+def test_finished_chats_are_kept_if_the_writing_fails(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    kept: list[tuple[Chats, GenerationReport]] = []
+    lines: list[str] = []
+    step = Generator.step
+
+    def failing(generator: Generator) -> list[tuple[Turn, np.ndarray]]:
+        if generator.num_sampled > 60:
+            raise error
+        return step(generator)
+
+    monkeypatch.setattr(Generator, "step", failing)
+    with pytest.raises(type(error)):
+        generate_chats(
+            dataclasses.replace(CFG, file_share=1.0),
+            chat_target(pair),
+            deadline=far(),
+            max_chats=10**6,
+            prompts=[np.asarray([1, 4, 5, 9, 2, 6, 7], np.int32)] * 99,
+            log=lines.append,
+            keep=lambda *found: kept.append(found),
+        )
+    [(chats, report)] = kept
+    assert len(chats) == report.num_chats > 0 and report.num_sampled_tokens > 60
+    assert lines[-1] == (
+        f"generate: {type(error).__name__} after {len(chats)} chats, which are kept"
+    )
+
+
 def test_an_opening_that_fills_the_turn_is_refused(pair: Pair) -> None:
     """Three tokens come before a user's turn of up to 32."""
     ChatWriter(CFG, chat_target(pair), openings=[np.arange(28), np.arange(2)])

@@ -14,6 +14,7 @@ import pytest
 
 from jaxspec import models
 from jaxspec.config import AttentionConfig, ConfigError, RopeConfig
+from jaxspec.drafts.families import BLOCKS
 from jaxspec.layers.params import init_random
 from jaxspec.training.chat_target import ChatTarget
 from jaxspec.training.checkpoint import Verifier, save_draft
@@ -65,6 +66,23 @@ def test_a_new_head_is_saved_and_loads_as_it_was(
     assert loaded == draft
     expected = jax.tree.map(lambda x: x.astype(jnp.bfloat16).astype(jnp.float32), params)
     jax.tree.map(np.testing.assert_array_equal, {name: found[name] for name in expected}, expected)
+
+
+@pytest.mark.parametrize("method", sorted(BLOCKS))
+def test_a_block_head_may_have_kv_heads_of_its_own(method: str, tmp_path: Path) -> None:
+    target = tiny_target("llama")
+    attention: Any = target.cfg.attention
+    heads = attention.num_heads
+    assert heads != attention.num_kv_heads
+    counts = np.ones(target.cfg.vocab_size, np.int64)
+    cfg = HeadConfig(method, draft_vocab_size=DRAFT_VOCAB, aux_layers=(0,), num_kv_heads=heads)
+    draft, params, ids = new_head(cfg, target, counts)
+    save_draft(tmp_path, draft, params, ids, VERIFIER)
+    loaded, _ = load_head(tmp_path, method, target, jnp.dtype(jnp.float32))
+    assert loaded == draft and draft.attention.num_kv_heads == heads
+    for wrong in (0, heads - 1, 2 * heads):
+        with pytest.raises(ConfigError, match=f"^num_kv_heads: expected a divisor .* got {wrong}$"):
+            new_head(dataclasses.replace(cfg, num_kv_heads=wrong), target, counts)
 
 
 def test_the_targets_cover_sinks_pairs_and_each_kind_of_rotation() -> None:
