@@ -757,12 +757,9 @@ class Engine:
         """
         tokens = verification.output_tokens[..., 0]  # [rounds, batch]
         self._count_rounds(result, int(verification.num_sampled.any(-1).sum()))
-        num_sampled = verification.num_sampled.sum(0).tolist()
         num_rounds, of_rows = len(tokens), tokens.T.tolist()
         for request, row in result.rows:
-            sampled = of_rows[row]
-            if num_sampled[row] < num_rounds:
-                sampled = [token for token in sampled if token >= 0]
+            sampled = [token for token in of_rows[row] if token >= 0]
             try:
                 self._hand_over(
                     request, sampled, result, now, 0, is_lookup=False, num_rounds=num_rounds

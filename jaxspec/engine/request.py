@@ -162,34 +162,25 @@ class Request:
         self.num_unread = self.num_unread_rounds = 0
 
     def extend(self, tokens: Sequence[int]) -> int:
-        """Append a round's tokens up to the request's end, and return how many those were."""
+        """Append tokens of rounds up to the request's end, and return how many those were."""
+        stops, room = self.stop_token_ids, self.max_tokens - self.num_generated
+        end = next((i for i, t in enumerate(tokens, start=1) if t in stops), len(tokens))
+        kept = tokens[: min(end, room)]
+        is_stop = len(kept) > 0 and kept[-1] in stops
         if self.detokenizer is None:
-            return self._extend_with_ids(tokens)
-        for count, token in enumerate(tokens, start=1):
-            self.all_token_ids.append(token)
-            is_stop = token in self.stop_token_ids
-            is_stop |= self.detokenizer.push(
-                token, may_stop=self.num_generated > self.params.min_tokens
-            )
-            if is_stop:
-                self.finish_reason = "stop"
-            elif self.num_generated >= self.max_tokens:
-                self.finish_reason = "length"
-            if self.finish_reason:
-                return count
-        return len(tokens)
-
-    def _extend_with_ids(self, tokens: Sequence[int]) -> int:
-        """Extend a request that has no text to look for stop strings in."""
-        room, stops = self.max_tokens - self.num_generated, self.stop_token_ids
-        count = next((i for i, t in enumerate(tokens, start=1) if t in stops), len(tokens) + 1)
-        if count <= min(room, len(tokens)):
+            self.all_token_ids += kept
+        else:
+            for count, token in enumerate(kept, start=1):
+                self.all_token_ids.append(token)
+                may_stop = self.num_generated > self.params.min_tokens
+                if self.detokenizer.push(token, may_stop=may_stop):
+                    is_stop, kept = True, kept[:count]
+                    break
+        if is_stop:
             self.finish_reason = "stop"
-        elif len(tokens) >= room:
+        elif kept and self.num_generated >= self.max_tokens:
             self.finish_reason = "length"
-        count = min(count, room, len(tokens))
-        self.all_token_ids += tokens[:count]
-        return count
+        return len(kept)
 
 
 def slot_of(request: Request) -> int:

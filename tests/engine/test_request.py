@@ -46,3 +46,10 @@ def test_a_request_ends_at_its_first_stop_token_or_at_its_limit(has_text: bool) 
     assert extended([3, 4, 5, 6, 9]) == (4, [3, 4, 5, 6], "length")
     assert extended([3, 4], begun=2) == (2, [3, 4], "length")
     assert extended([3, 8, 4], begun=3) == (1, [3], "length")
+
+
+def test_a_stop_string_ends_a_request_in_the_middle_of_its_tokens() -> None:
+    detokenizer = Detokenizer(lambda ids: "".join(chr(65 + i) for i in ids), ("CD",))
+    request = Request([1], SamplingParams(), 9, detokenizer=detokenizer)
+    assert request.extend([1, 2, 3, 4, 5]) == 3
+    assert (request.token_ids, request.finish_reason) == ([1, 2, 3], "stop")
