@@ -30,7 +30,7 @@ from jaxspec.training.losses import (
     soft_cross_entropy,
 )
 from jaxspec.training.step_attention import shift_left
-from jaxspec.training.target import greedy_tokens, head_columns, target_states
+from jaxspec.training.target import greedy_tokens, head_columns, target_states, training_ops
 
 FORWARDS: dict[str, ModuleType] = {"eagle": eagle, "eagle3": eagle3}  # forward_steps of each method
 
@@ -123,9 +123,14 @@ def shared_weights(draft: TrainableDraft, target: Params) -> Params:
 def batch_states(pair: TrainingPair, batch: Batch[jax.Array]) -> tuple[jax.Array, jax.Array | None]:
     """Return the target's hidden states and aux of a batch; see target_states."""
     lengths = jnp.sum((batch.documents >= 0).astype(jnp.int32), axis=1)
-    starts = document_starts(batch.documents)
     return target_states(
-        pair.target, pair.target_cfg, batch.tokens, lengths, pair.draft.aux_layers, starts
+        pair.target,
+        pair.target_cfg,
+        batch.tokens,
+        lengths,
+        pair.draft.aux_layers,
+        starts=document_starts(batch.documents),
+        ops=training_ops(pair.target_cfg, batch.tokens.shape[1], pair.target["embed_tokens"].dtype),
     )
 
 
