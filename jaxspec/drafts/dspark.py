@@ -99,6 +99,18 @@ def step_logits(
     """Return base [batch, draft_vocab] plus the Markov term of the previous token [batch]."""
     if cfg.markov_rank == 0:
         return base, None
+    features, head_state = markov_input(params, cfg, hidden, token, head_state)
+    return base + vocab_logits(features, params["markov_w2"], ops), head_state
+
+
+def markov_input(
+    params: Params,
+    cfg: DSparkConfig,
+    hidden: jax.Array,
+    token: jax.Array,
+    head_state: jax.Array | None,
+) -> tuple[jax.Array, jax.Array | None]:
+    """Return W2's input [batch, rank] of a step (step_logits), and the next head_state."""
     previous = params["markov_w1"][token].astype(hidden.dtype)
     if cfg.markov_kind == "gated":
         features = jnp.concatenate([hidden, previous], axis=-1)
@@ -112,7 +124,7 @@ def step_logits(
         gate = jax.nn.sigmoid(gate)
         head_state = gate * head_state + (1 - gate) * jnp.tanh(candidate)
         previous = jnp.tanh(output)
-    return base + vocab_logits(previous, params["markov_w2"], ops), head_state
+    return previous, head_state
 
 
 def confidence(params: Params, cfg: DSparkConfig, hidden: jax.Array, token: jax.Array) -> jax.Array:

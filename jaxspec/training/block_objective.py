@@ -11,8 +11,6 @@ whole distribution: where the draft's vocabulary lacks tokens, q cannot reach th
 
 from __future__ import annotations
 
-from functools import partial
-
 import jax
 import jax.numpy as jnp
 from flax import struct
@@ -31,12 +29,14 @@ from jaxspec.training.losses import (
     DraftScores,
     accepted_prefix,
     binary_cross_entropy,
+    choice_and_total,
     decayed_sum,
     draft_scores,
     head_logits,
+    summed_logits,
 )
 from jaxspec.training.objective import StepSums, TrainingPair, batch_states
-from jaxspec.training.target import greedy_and_total, greedy_and_total_of, head_columns
+from jaxspec.training.target import greedy_and_total, head_columns
 
 
 @struct.dataclass
@@ -108,7 +108,7 @@ def observe_blocks(cfg: TrainConfig, pair: TrainingPair, batch: Batch[jax.Array]
     else:  # the logits that the loss reads are those of the whole vocabulary
         family = models.family(pair.target_cfg)
         logits = family.logits(pair.target, pair.target_cfg, before, REFERENCE_OPS)
-        greedy, total = greedy_and_total_of(logits)
+        greedy, total = choice_and_total(logits)
         is_choice = jnp.arange(draft.vocab_size) == greedy[..., None]
     probs = jnp.exp(logits - total[..., None])
     if cfg.argmax_weight:
@@ -139,37 +139,28 @@ def block_logits(
 
     hidden: [batch, blocks, K, D], the head's inputs. previous: int32 [batch, blocks, K]
     """
-    family = families.block_family(draft)
-    base = head_logits(hidden, weights["lm_head"])
-    if not draft.corrects_logits:
-        return base
-    K, width = hidden.shape[2:]
-    columns = hidden.reshape(-1, K, width)
-    state = family.first_head_state(draft, columns)
-    if state is None:  # no draft waits for another: one product
-        logits, _ = family.step_logits(
-            weights,
-            draft,
-            base.reshape(-1, base.shape[-1]),
-            hidden.reshape(-1, width),
-            previous.reshape(-1),
-            None,
-            REFERENCE_OPS,
-        )
-        return logits.reshape(base.shape)
-    base_columns, tokens = base.reshape(-1, K, base.shape[-1]), previous.reshape(-1, K)
+    if not isinstance(draft, DSparkConfig) or not draft.corrects_logits:
+        return head_logits(hidden, weights["lm_head"])
+    columns = hidden.reshape(-1, *hidden.shape[2:])
+    tokens = previous.reshape(columns.shape[:2])
+    state = dspark.first_head_state(draft, columns)
+    if state is None:  # no draft waits for another
+        flat = columns.reshape(-1, columns.shape[-1])
+        markov, _ = dspark.markov_input(weights, draft, flat, tokens.reshape(-1), None)
+    else:
 
-    def step(
-        state: jax.Array, column: tuple[jax.Array, jax.Array, jax.Array]
-    ) -> tuple[jax.Array, jax.Array]:
-        logits, state_after = family.step_logits(weights, draft, *column, state, REFERENCE_OPS)
-        assert state_after is not None
-        return state_after, logits
+        def step(
+            state: jax.Array, column: tuple[jax.Array, jax.Array]
+        ) -> tuple[jax.Array, jax.Array]:
+            markov, state_after = dspark.markov_input(weights, draft, *column, state)
+            assert state_after is not None
+            return state_after, markov
 
-    first = partial(jnp.moveaxis, source=1, destination=0)
-    by_draft = first(base_columns), first(columns), first(tokens)
-    _, logits = jax.lax.scan(step, state, by_draft)
-    return jnp.moveaxis(logits, 0, 1).reshape(base.shape)
+        by_draft = jnp.moveaxis(columns, 1, 0), tokens.T
+        _, markov = jax.lax.scan(step, state, by_draft)
+        markov = jnp.moveaxis(markov, 0, 1)
+    markov = markov.reshape(*hidden.shape[:-1], -1)
+    return summed_logits((hidden, markov), (weights["lm_head"], weights["markov_w2"]))
 
 
 def block_loss(

@@ -8,37 +8,64 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxspec.config import REFERENCE_OPS
 from jaxspec.layers.params import Weight
 from jaxspec.layers.products import vocab_logits
 
 
-@jax.custom_vjp
 def head_logits(x: jax.Array, lm_head: Weight) -> jax.Array:
-    """Return float32 logits [..., V] of x [..., D].
+    """Return float32 logits [..., V] of x [..., D]; see summed_logits."""
+    return summed_logits((x,), (lm_head,))
 
-    The same as layers.vocab_logits, but the backward pass takes the logits' gradient in x's dtype.
-    In float32 its two products, the largest of a step, would run in float32 too.
+
+@jax.custom_vjp
+def summed_logits(inputs: tuple[jax.Array, ...], heads: tuple[Weight, ...]) -> jax.Array:
+    """Return the sum of the logits of each input [..., D] by its head, float32 [..., V].
+
+    It is one product, of inputs and heads side by side: no array of V columns is added to another.
+    The backward pass takes the logits' gradient in the inputs' dtype. In float32 its products, the
+    largest of a step, would run in float32 too.
     """
-    return vocab_logits(x, lm_head, REFERENCE_OPS)
+    return vocab_logits(jnp.concatenate(inputs, axis=-1), _side_by_side(heads), REFERENCE_OPS)
 
 
-def _head_logits(x: jax.Array, lm_head: Weight) -> tuple[jax.Array, tuple[jax.Array, Weight]]:
-    return head_logits(x, lm_head), (x, lm_head)
+def _side_by_side(heads: tuple[Weight, ...]) -> Weight:
+    """Return the heads as one, laid out like the first."""
+    stored = heads[0].transposed
+    values = [h.values if h.transposed == stored else h.values.T for h in heads]
+    return Weight(jnp.concatenate(values, axis=-1 if stored else -2), stored)
 
 
-def _head_logits_backward(kept: tuple[jax.Array, Weight], g: jax.Array) -> tuple[jax.Array, Weight]:
-    x, lm_head = kept
-    g = g.astype(x.dtype)
+Kept = tuple[tuple[jax.Array, ...], tuple[Weight, ...]]
+
+
+def _summed_logits(
+    inputs: tuple[jax.Array, ...], heads: tuple[Weight, ...]
+) -> tuple[jax.Array, Kept]:
+    return summed_logits(inputs, heads), (inputs, heads)
+
+
+def _summed_logits_backward(kept: Kept, g: jax.Array) -> Kept:
+    inputs, heads = kept
+    g = g.astype(inputs[0].dtype)
     product = partial(jnp.einsum, preferred_element_type=jnp.float32)
-    stored = "vd" if lm_head.transposed else "dv"
-    to_x = product(f"...v,{stored}->...d", g, lm_head.values)
-    to_head = product(f"...v,...d->{stored}", g, x).astype(lm_head.values.dtype)
-    return to_x.astype(x.dtype), Weight(to_head, lm_head.transposed)
+
+    def to_head(x: jax.Array, head: Weight) -> Weight:
+        stored = "vd" if head.transposed else "dv"
+        gradient = product(f"...v,...d->{stored}", g, x)
+        return Weight(gradient.astype(head.values.dtype), head.transposed)
+
+    whole = _side_by_side(heads)
+    to_whole = product(f"...v,{'vd' if whole.transposed else 'dv'}->...d", g, whole.values)
+    ends = np.cumsum([x.shape[-1] for x in inputs[:-1]]).tolist()
+    parts = jnp.split(to_whole, ends, axis=-1)
+    to_inputs = tuple(part.astype(x.dtype) for part, x in zip(parts, inputs, strict=True))
+    return to_inputs, tuple(map(to_head, inputs, heads))
 
 
-head_logits.defvjp(_head_logits, _head_logits_backward)
+summed_logits.defvjp(_summed_logits, _summed_logits_backward)
 
 
 @jax.custom_vjp
@@ -69,6 +96,16 @@ def _soft_cross_entropy_backward(
 soft_cross_entropy.defvjp(_soft_cross_entropy, _soft_cross_entropy_backward)
 
 
+def choice_and_total(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return argmax int32 [...] and logsumexp float32 [...] of logits float32 [..., V].
+
+    The largest logit is looked up at the argmax, which saves a pass over the logits.
+    """
+    choice = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    top = jnp.take_along_axis(logits, choice[..., None], axis=-1)
+    return choice, top[..., 0] + jnp.log(jnp.sum(jnp.exp(logits - top), axis=-1))
+
+
 class DraftScores(NamedTuple):
     """How well distributions q of drafts fit the target's p, one row each.
 
@@ -95,12 +132,12 @@ def draft_scores(logits: jax.Array, target_probs: jax.Array) -> DraftScores:
 def _draft_scores(
     logits: jax.Array, target_probs: jax.Array
 ) -> tuple[DraftScores, tuple[jax.Array, ...]]:
-    total = jax.nn.logsumexp(logits, axis=-1)
+    choice, total = choice_and_total(logits)
     q = jnp.exp(logits - total[..., None])
     scores = DraftScores(
         -jnp.sum(target_probs * (logits - total[..., None]), axis=-1),
         jnp.sum(jnp.minimum(target_probs, q), axis=-1),
-        jnp.argmax(logits, axis=-1).astype(jnp.int32),
+        choice,
     )
     mass = jnp.sum(target_probs, axis=-1)
     below = jnp.sum(jnp.where(q < target_probs, q, 0.0), axis=-1)  # where more q is more overlap

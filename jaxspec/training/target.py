@@ -16,6 +16,7 @@ from jaxspec.cache.metadata import build_metadata
 from jaxspec.config import REFERENCE_OPS, AttentionConfig, ConfigError, Ops
 from jaxspec.layers.context import Pass
 from jaxspec.layers.params import Params
+from jaxspec.training.losses import choice_and_total
 from pallas_kernels import attention
 
 Reduced = TypeVar("Reduced", jax.Array, tuple[jax.Array, jax.Array])
@@ -119,12 +120,7 @@ def greedy_and_total(
     params: Params, cfg: models.TargetConfig, hidden: jax.Array, chunk: int = 4096
 ) -> tuple[jax.Array, jax.Array]:
     """Return greedy_tokens and the logits' logsumexp, float32 [...], of hidden [..., D]."""
-    return _by_chunks(params, cfg, hidden, chunk, greedy_and_total_of)
-
-
-def greedy_and_total_of(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return greedy_and_total of logits float32 [..., vocab]."""
-    return _greedy(logits), jax.nn.logsumexp(logits, axis=-1)
+    return _by_chunks(params, cfg, hidden, chunk, choice_and_total)
 
 
 def _greedy(logits: jax.Array) -> jax.Array:

@@ -98,6 +98,36 @@ def test_head_logits_have_the_gradient_of_the_plain_product(tied: bool) -> None:
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
 
 
+def test_choice_and_total_are_argmax_and_logsumexp() -> None:
+    z = jnp.asarray(logits(4)).at[0, 0].add(300.0).at[1, 1, 5].set(90.0).at[1, 1, 9].set(90.0)
+    choice, total = losses.choice_and_total(z)
+    np.testing.assert_array_equal(choice, jnp.argmax(z, axis=-1))
+    np.testing.assert_allclose(total, jax.nn.logsumexp(z, axis=-1), rtol=1e-6)
+    assert int(choice[1, 1]) == 5
+
+
+@pytest.mark.parametrize("stored", [(False, False), (True, False), (True, True), (False, True)])
+def test_summed_logits_have_the_gradient_of_plain_products(stored: tuple[bool, bool]) -> None:
+    """stored: whether each head is stored as [V, D]."""
+    rng = np.random.default_rng(1)
+    shapes = (2, 3, 8), (2, 3, 5), (8, 12), (5, 12), (2, 3, 12)
+    x, y, a, b, weight = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in shapes)
+
+    def plain(x: jax.Array, y: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
+        return jnp.sum(weight * jnp.tanh(x @ a + y @ b))
+
+    def ours(x: jax.Array, y: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
+        heads = tuple(Weight(h.T if t else h, t) for h, t in zip((a, b), stored, strict=True))
+        return jnp.sum(weight * jnp.tanh(losses.summed_logits((x, y), heads)))
+
+    arguments, each = (x, y, a, b), (0, 1, 2, 3)
+    np.testing.assert_allclose(ours(*arguments), plain(*arguments), rtol=1e-5)
+    for found, expected in zip(
+        jax.grad(ours, each)(*arguments), jax.grad(plain, each)(*arguments), strict=True
+    ):
+        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.oracle("torch")
 def test_smooth_l1_equals_torchs() -> None:
     import torch
