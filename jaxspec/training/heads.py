@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +67,9 @@ class HeadConfig:
         None, "DFlash, DSpark: the token of rows to draft. [default: an unused special token]"
     )
     init: Path | None = setting(
-        None, "Continue from this head; the vocabulary may differ, the MLP be wider."
+        None,
+        "Continue from this head. The vocabulary may differ, the MLP be wider; a block head may "
+        "have more layers, and a gated Markov head instead of a vanilla one.",
     )
     seed: int = 0
 
@@ -313,26 +317,55 @@ def continued_params(
 ) -> Params:
     """Return fresh weights (initial_params) overwritten by those of a trained head.
 
-    The new head may have another vocabulary: tokens that the old one lacks keep their fresh
-    column. It may have a wider MLP: the new columns of gate and up are fresh, their rows of down
-    are zero, so it computes what the old one did.
+    The new head computes what the old one did, where it is larger too:
+
+    another vocabulary: tokens that the old one lacks keep their fresh column
+    a wider MLP:        new columns of gate and up are fresh, their rows of down are zero
+    more layers:        the last ones add zero to the residual stream
+    a gated Markov head for a vanilla one: all gates are a half, and W2 is twice the old one's
     """
     params = dict(fresh)
+    gains_gate = (
+        isinstance(cfg, DSparkConfig)
+        and cfg.markov_kind == "gated"
+        and ("markov_w1" in old and "markov_proj" not in old)
+    )
     for name in fresh:
-        if name == "layers":
-            params[name] = [
-                _continued_layer(new, had) for new, had in zip(fresh[name], old[name], strict=True)
-            ]
+        if gains_gate and name in ("markov_proj", "markov_bias"):
+            params[name] = jax.tree.map(jnp.zeros_like, fresh[name])
+        elif name not in old:
+            raise ConfigError(f"{name}: expected it in the head to continue from, got none")
+        elif name == "layers":
+            params[name] = _continued_layers(fresh[name], old[name])
         elif name in ("lm_head", "markov_w2"):
             column = np.full(cfg.vocab_size, -1)
             column[old_ids] = np.arange(len(old_ids))
             kept = column[draft_ids]
             had = old[name].values[:, np.maximum(kept, 0)]
+            if gains_gate and name == "markov_w2":
+                had = 2.0 * had
             params[name] = Weight(jnp.where(jnp.asarray(kept >= 0), had, fresh[name].values))
         else:
             _same_shapes(name, fresh[name], old[name])
             params[name] = old[name]
     return params
+
+
+def _continued_layers(new: Sequence[Params], had: Sequence[Params]) -> list[Params]:
+    if len(had) > len(new):
+        raise ConfigError(
+            f"num_layers: expected at least the {len(had)} of the head to continue from, "
+            f"got {len(new)}"
+        )
+
+    def silent(layer: Params) -> Params:
+        attention = layer["self_attn"]
+        zero = partial(jax.tree.map, jnp.zeros_like)
+        attention = {**attention, "o_proj": zero(attention["o_proj"])}
+        return {**layer, "self_attn": attention, "down_proj": zero(layer["down_proj"])}
+
+    kept = [_continued_layer(*layers) for layers in zip(new, had, strict=False)]
+    return kept + [silent(layer) for layer in new[len(had) :]]
 
 
 def _continued_layer(new: Params, had: Params) -> Params:

@@ -65,7 +65,7 @@ def compiled(devices: int, dtype: jnp.dtype) -> str:
     arguments = jax.tree.map(whole, (head, pair)), jax.tree.map(cut, batch)
     with h200.compiled_anew(), jax.set_mesh(mesh):
         lowered = validation_step.lower(cfg, mesh, *arguments[0], arguments[1])
-        return lowered.compile().as_text()
+        return str(lowered.compile().as_text())
 
 
 @pytest.mark.parametrize("devices", [1, 4])

@@ -13,7 +13,7 @@ import pytest
 from scipy.special import expit, log_softmax, softmax
 
 from jaxspec import models
-from jaxspec.config import REFERENCE_OPS, RoundConfig
+from jaxspec.config import REFERENCE_OPS, ConfigError, RoundConfig
 from jaxspec.drafts import families
 from jaxspec.drafts.block import BlockDrafter
 from jaxspec.drafts.dflash import DFlashConfig
@@ -41,7 +41,7 @@ from jaxspec.training.feature_scale import (
     scaled_params,
     unscaled_params,
 )
-from jaxspec.training.heads import HeadConfig, block_config, initial_params
+from jaxspec.training.heads import HeadConfig, block_config, continued_params, initial_params
 from jaxspec.training.loop import (
     Budget,
     TrainState,
@@ -206,6 +206,37 @@ def test_block_logits_equal_those_that_propose_writes(pair: Pair, name: str) -> 
         ours()[0, 1], proposal.draft_logits[0], atol=TOLERANCE, rtol=TOLERANCE
     )
     assert len(set(drafts.tolist())) > 1  # equal drafts could hide a wrong shift
+
+
+def test_a_deeper_head_with_gates_begins_as_the_head_that_it_continues(pair: Pair) -> None:
+    old = make_head(CONFIGS["vanilla"], pair)
+    layers = dict(windows=(None,) * 4, causal=(False,) * 4)
+    cfg = dataclasses.replace(old.cfg, **layers, markov_kind="gated")  # type: ignore[arg-type]
+    ids = ids_of(cfg, pair)
+    fresh = init_random(trained_specs(cfg), jax.random.key(7), jnp.dtype(jnp.float32))
+    params = continued_params(cfg, fresh, ids, old.params, ids)
+    batch = two_documents()
+    aux = jax.random.normal(jax.random.key(2), (2, 24, 96))
+    blocks = Blocks(jnp.asarray([[3, 15], [6, 17]]), jnp.asarray([[0, 9], [0, 14]]))
+    previous = jnp.asarray(np.random.default_rng(0).integers(0, VOCAB, (2, 2, BLOCK)))
+
+    def logits(cfg: DFlashConfig, params: Params) -> jax.Array:
+        weights = {**old.bound, **params}
+        hidden = forward_blocks(weights, cfg, jnp.asarray(batch.tokens), aux, blocks)
+        return block_logits(weights, cfg, hidden, previous)
+
+    np.testing.assert_allclose(
+        logits(cfg, params), logits(old.cfg, old.params), atol=TOLERANCE, rtol=TOLERANCE
+    )
+    drawn = {**params, "layers": fresh["layers"]}
+    assert np.abs(logits(cfg, drawn) - logits(old.cfg, old.params)).max() > 0.1
+
+    with pytest.raises(ConfigError, match="num_layers: expected at least the 4"):
+        continued_params(old.cfg, old.params, ids, params, ids)
+    rnn = dataclasses.replace(old.cfg, markov_kind="rnn")  # type: ignore[arg-type]
+    fresh = init_random(trained_specs(rnn), jax.random.key(7), jnp.dtype(jnp.float32))
+    with pytest.raises(ConfigError, match="markov_bias: expected it in the head"):
+        continued_params(rnn, fresh, ids, old.params, ids)
 
 
 def test_tiles_change_nothing(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
