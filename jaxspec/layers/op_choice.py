@@ -113,6 +113,18 @@ def choose(
     return plain if set(chosen.values()) == {"reference"} else Ops(**chosen)
 
 
+def for_whole_sequences(target: TargetConfig, rows: int, dtype: DTypeLike) -> Ops:
+    """Return the Ops of a pass over sequences of so many rows, with a block for each (training).
+
+    The reference of attention stores the scores of each row with every other one, so the kernel
+    runs where it can. The other kernels are made for the few rows of a round.
+    """
+    cfg, of = target.attention, jnp.dtype(dtype)
+    if not isinstance(cfg, AttentionConfig) or _attention(cfg, rows, of, of):
+        return Ops()
+    return Ops(attention="mosaic_gpu")
+
+
 def _rounds_to_fp8(target: TargetConfig, cache_dtype: DTypeLike) -> bool:
     """Return whether the target's activations, or its keys and values, are rounded to fp8."""
     quantization: Quantization | None = getattr(target, "quantization", None)

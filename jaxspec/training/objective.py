@@ -16,6 +16,7 @@ from flax import struct
 
 from jaxspec import drafts, models
 from jaxspec.config import REFERENCE_OPS
+from jaxspec.layers import op_choice
 from jaxspec.layers.params import Params
 from jaxspec.loading import model
 from jaxspec.training import eagle, eagle3
@@ -30,7 +31,7 @@ from jaxspec.training.losses import (
     soft_cross_entropy,
 )
 from jaxspec.training.step_attention import shift_left
-from jaxspec.training.target import greedy_tokens, head_columns, target_states, training_ops
+from jaxspec.training.target import greedy_tokens, head_columns, target_states
 
 FORWARDS: dict[str, ModuleType] = {"eagle": eagle, "eagle3": eagle3}  # forward_steps of each method
 
@@ -130,7 +131,9 @@ def batch_states(pair: TrainingPair, batch: Batch[jax.Array]) -> tuple[jax.Array
         lengths,
         pair.draft.aux_layers,
         starts=document_starts(batch.documents),
-        ops=training_ops(pair.target_cfg, batch.tokens.shape[1], pair.target["embed_tokens"].dtype),
+        ops=op_choice.for_whole_sequences(
+            pair.target_cfg, batch.tokens.shape[1], pair.target["embed_tokens"].dtype
+        ),
     )
 
 

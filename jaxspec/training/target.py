@@ -8,16 +8,14 @@ from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
-from jax.typing import DTypeLike
 
 from jaxspec import models
 from jaxspec.cache.arrays import init_cache
 from jaxspec.cache.metadata import build_metadata
-from jaxspec.config import REFERENCE_OPS, AttentionConfig, ConfigError, Ops
+from jaxspec.config import REFERENCE_OPS, ConfigError, Ops
 from jaxspec.layers.context import Pass
 from jaxspec.layers.params import Params
 from jaxspec.training.losses import choice_and_total
-from pallas_kernels import attention
 
 Reduced = TypeVar("Reduced", jax.Array, tuple[jax.Array, jax.Array])
 
@@ -40,7 +38,7 @@ def target_states(
     batch is one document. Attention stops there. Positions count on through the row, which a
     rotation cannot tell from a restart: scores depend on distances.
 
-    ops: of the layers, such as training_ops
+    ops: of the layers, such as op_choice.for_whole_sequences
     """
     batch, rows = tokens.shape
     groups = cfg.cache_groups(rows, rows)
@@ -63,27 +61,6 @@ def target_states(
     pass_ = Pass(metadata, ops)
     out = models.family(cfg).forward(params, cfg, tokens, pass_, caches, aux_layers=aux_layers)
     return out.hidden, out.aux
-
-
-def training_ops(cfg: models.TargetConfig, rows: int, dtype: DTypeLike) -> Ops:
-    """Return ops for target_states of so many rows: the attention kernel, where it can run.
-
-    The reference stores the scores of each row with every other one. The other kernels are made for
-    the few rows of a round.
-    """
-    shape = cfg.attention
-    if not isinstance(shape, AttentionConfig):
-        return REFERENCE_OPS
-    heads = attention.Heads(
-        rows=rows,
-        num_heads=shape.num_heads,
-        num_kv_heads=shape.num_kv_heads,
-        head_dim=shape.head_dim,
-        block_size=rows,
-        q_dtype=dtype,
-        cache_dtype=dtype,
-    )
-    return REFERENCE_OPS if attention.unsupported(heads) else Ops(attention="mosaic_gpu")
 
 
 def require_packable(cfg: models.TargetConfig) -> None:

@@ -12,9 +12,10 @@ import pytest
 
 from jaxspec import models
 from jaxspec.config import REFERENCE_OPS, AttentionConfig, RopeConfig
+from jaxspec.layers.op_choice import for_whole_sequences
 from jaxspec.layers.params import Params, init_random
 from jaxspec.training.documents import document_starts
-from jaxspec.training.target import target_states, training_ops
+from jaxspec.training.target import target_states
 from tests.kernels.interpreter import interpreted, needs_mosaic
 from tests.support import families
 
@@ -55,7 +56,7 @@ def test_the_kernel_makes_the_states_of_the_reference() -> None:
     tokens = np.random.default_rng(0).integers(0, TARGET.vocab_size, of.shape, np.int32)
     expected = states(of, tokens, params, ops=REFERENCE_OPS)
     with interpreted():
-        ops = training_ops(TARGET, ROWS, jnp.bfloat16)
+        ops = for_whole_sequences(TARGET, ROWS, jnp.bfloat16)
         assert ops.names() | {"attention": "reference"} == REFERENCE_OPS.names()
         assert ops.attention == "mosaic_gpu"
         found = states(of, tokens, params, ops=ops)
@@ -86,10 +87,10 @@ def test_the_reference_serves_other_targets(
     cfg: models.TargetConfig, rows: int, dtype: jnp.dtype
 ) -> None:
     with interpreted():
-        assert training_ops(cfg, rows, dtype) == REFERENCE_OPS
+        assert for_whole_sequences(cfg, rows, dtype) == REFERENCE_OPS
 
 
 def test_the_reference_serves_other_devices() -> None:
     if jax.default_backend() == "gpu":
         pytest.skip("this one has the kernel")
-    assert training_ops(TARGET, ROWS, jnp.bfloat16) == REFERENCE_OPS
+    assert for_whole_sequences(TARGET, ROWS, jnp.bfloat16) == REFERENCE_OPS
