@@ -46,8 +46,7 @@ def states(of: np.ndarray, tokens: np.ndarray, params: Params, **options: Any) -
     return np.asarray(jnp.concatenate((hidden, aux), axis=-1), np.float32)[of >= 0]
 
 
-@needs_mosaic
-def test_the_kernel_makes_the_states_of_the_reference() -> None:
+def compare_kernel_and_reference() -> None:
     """Rows are whole, part full, and of several documents, which do not see each other."""
     params = init_random(
         models.family(TARGET).param_specs(TARGET), jax.random.key(0), jnp.dtype(jnp.bfloat16)
@@ -66,6 +65,16 @@ def test_the_kernel_makes_the_states_of_the_reference() -> None:
     together = np.minimum(of, 0)  # what rows would see without their documents' borders
     other = states(together, tokens, params, ops=REFERENCE_OPS)
     assert np.sqrt(np.mean((other - expected) ** 2) / np.mean(expected**2)) > 0.1
+
+
+@needs_mosaic
+def test_the_kernel_makes_the_states_of_the_reference() -> None:
+    compare_kernel_and_reference()
+
+
+@pytest.mark.gpu
+def test_the_kernel_makes_the_states_of_the_reference_on_a_gpu() -> None:
+    compare_kernel_and_reference()
 
 
 @needs_mosaic
