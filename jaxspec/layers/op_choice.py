@@ -1,6 +1,7 @@
 """The choice of each op's implementation.
 
-It is made once, when an engine is built, from the device, the dtypes and the models' shapes.
+It is made once, when an engine is built or a training step is traced, from the device, the dtypes
+and the models' shapes.
 """
 
 from __future__ import annotations

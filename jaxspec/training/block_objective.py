@@ -29,14 +29,13 @@ from jaxspec.training.losses import (
     DraftScores,
     accepted_prefix,
     binary_cross_entropy,
-    choice_and_total,
     decayed_sum,
     draft_scores,
     head_logits,
     summed_logits,
 )
 from jaxspec.training.objective import StepSums, TrainingPair, batch_states
-from jaxspec.training.target import greedy_and_total, head_columns
+from jaxspec.training.target import choice_and_total, greedy_and_total, head_columns
 
 
 @struct.dataclass
@@ -139,8 +138,9 @@ def block_logits(
 
     hidden: [batch, blocks, K, D], the head's inputs. previous: int32 [batch, blocks, K]
     """
-    if not isinstance(draft, DSparkConfig) or not draft.corrects_logits:
+    if not draft.corrects_logits:
         return head_logits(hidden, weights["lm_head"])
+    assert isinstance(draft, DSparkConfig)
     columns = hidden.reshape(-1, *hidden.shape[2:])
     tokens = previous.reshape(columns.shape[:2])
     state = dspark.first_head_state(draft, columns)

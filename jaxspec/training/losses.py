@@ -13,6 +13,7 @@ import numpy as np
 from jaxspec.config import REFERENCE_OPS
 from jaxspec.layers.params import Weight
 from jaxspec.layers.products import vocab_logits
+from jaxspec.training.target import choice_and_total
 
 
 def head_logits(x: jax.Array, lm_head: Weight) -> jax.Array:
@@ -23,6 +24,8 @@ def head_logits(x: jax.Array, lm_head: Weight) -> jax.Array:
 @jax.custom_vjp
 def summed_logits(inputs: tuple[jax.Array, ...], heads: tuple[Weight, ...]) -> jax.Array:
     """Return the sum of the logits of each input [..., D] by its head, float32 [..., V].
+
+    Inputs and heads are of one dtype.
 
     It is one product, of inputs and heads side by side: no array of V columns is added to another.
     The backward pass takes the logits' gradient in the inputs' dtype. In float32 its products, the
@@ -38,6 +41,7 @@ def _side_by_side(heads: tuple[Weight, ...]) -> Weight:
     return Weight(jnp.concatenate(values, axis=-1 if stored else -2), stored)
 
 
+# What the backward pass reads, and the shape of what it returns.
 Kept = tuple[tuple[jax.Array, ...], tuple[Weight, ...]]
 
 
@@ -94,16 +98,6 @@ def _soft_cross_entropy_backward(
 
 
 soft_cross_entropy.defvjp(_soft_cross_entropy, _soft_cross_entropy_backward)
-
-
-def choice_and_total(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return argmax int32 [...] and logsumexp float32 [...] of logits float32 [..., V].
-
-    The largest logit is looked up at the argmax, which saves a pass over the logits.
-    """
-    choice = jnp.argmax(logits, axis=-1).astype(jnp.int32)
-    top = jnp.take_along_axis(logits, choice[..., None], axis=-1)
-    return choice, top[..., 0] + jnp.log(jnp.sum(jnp.exp(logits - top), axis=-1))
 
 
 class DraftScores(NamedTuple):

@@ -15,6 +15,7 @@ import numpy as np
 from jaxspec.config import ConfigError
 from jaxspec.config.settings import setting
 from jaxspec.drafts.dflash import DFlashConfig
+from jaxspec.layers import op_choice
 from jaxspec.layers.params import Params
 from jaxspec.training.chat_target import ChatTarget
 from jaxspec.training.checkpoint import PIECE_BYTES, WEIGHTS, Verifier, save_draft, split_file
@@ -27,7 +28,7 @@ from jaxspec.training.loop import Budget, TrainState, data_mesh, init_train_stat
 from jaxspec.training.objective import TrainingPair
 from jaxspec.training.plot import plot_history
 from jaxspec.training.run_record import RunRecord, earlier_history
-from jaxspec.training.target import require_packable
+from jaxspec.training.target import require_packable, require_plain_head
 from jaxspec.training.vocabulary import coverage
 
 
@@ -70,6 +71,7 @@ def train_head(
     folder gets head/, pieces/, loss.png and, with keep_state, state/.
     """
     mesh = data_mesh(cfg.data_parallel_size)
+    require_plain_head(target.params)
     if cfg.train.pack:
         require_packable(target.cfg)
     if len(chats) <= cfg.held_out:
@@ -97,6 +99,10 @@ def train_head(
         f"{record.entries['head']['parameters']} parameters, {mesh.size} devices"
     )
     log(f"train: {draft}")
+    dtype = target.params["embed_tokens"].dtype
+    for rows in sorted(cfg.train.buckets):
+        ops = op_choice.for_whole_sequences(target.cfg, rows, dtype)
+        log(f"train: the target's attention over {rows} tokens: {ops.attention}")
 
     pair = TrainingPair(draft, target.cfg, target.params, jnp.asarray(ids, jnp.int32))
     if isinstance(draft, DFlashConfig):

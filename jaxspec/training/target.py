@@ -11,11 +11,10 @@ import jax.numpy as jnp
 
 from jaxspec import models
 from jaxspec.cache.arrays import init_cache
-from jaxspec.cache.metadata import build_metadata
+from jaxspec.cache.metadata import PREFILL_METADATA_OPS, build_metadata
 from jaxspec.config import REFERENCE_OPS, ConfigError, Ops
 from jaxspec.layers.context import Pass
-from jaxspec.layers.params import Params
-from jaxspec.training.losses import choice_and_total
+from jaxspec.layers.params import Params, Weight
 
 Reduced = TypeVar("Reduced", jax.Array, tuple[jax.Array, jax.Array])
 
@@ -50,7 +49,7 @@ def target_states(
         lengths,
         rows,
         attention=cfg.attention,
-        ops=REFERENCE_OPS,
+        ops=PREFILL_METADATA_OPS,
     )
     if starts is not None:
         metadata = tuple(
@@ -76,6 +75,16 @@ def require_packable(cfg: models.TargetConfig) -> None:
             )
 
 
+def require_plain_head(params: Params) -> None:
+    """Raise ConfigError for a target whose lm_head is quantised: training reads its columns."""
+    head = params.get("lm_head")
+    if head is not None and not isinstance(head, Weight):
+        raise ConfigError(
+            "target: expected an lm_head that is not quantised to train a head on, "
+            f"got {type(head).__name__}"
+        )
+
+
 def head_columns(params: Params, cfg: models.TargetConfig, token_ids: jax.Array) -> jax.Array:
     """Return the columns of the target's lm_head for some tokens: [D, len(token_ids)]."""
     if cfg.tie_word_embeddings:
@@ -98,6 +107,16 @@ def greedy_and_total(
 ) -> tuple[jax.Array, jax.Array]:
     """Return greedy_tokens and the logits' logsumexp, float32 [...], of hidden [..., D]."""
     return _by_chunks(params, cfg, hidden, chunk, choice_and_total)
+
+
+def choice_and_total(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return argmax int32 [...] and logsumexp float32 [...] of logits float32 [..., V].
+
+    The largest logit is looked up at the argmax, which saves a pass over the logits.
+    """
+    choice = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    top = jnp.take_along_axis(logits, choice[..., None], axis=-1)
+    return choice, top[..., 0] + jnp.log(jnp.sum(jnp.exp(logits - top), axis=-1))
 
 
 def _greedy(logits: jax.Array) -> jax.Array:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxspec.layers.params import Weight
-from jaxspec.training import losses
+from jaxspec.training import losses, target
 
 TOLERANCE = 1e-5  # float32, sums of 48 terms
 
@@ -100,7 +100,7 @@ def test_head_logits_have_the_gradient_of_the_plain_product(tied: bool) -> None:
 
 def test_choice_and_total_are_argmax_and_logsumexp() -> None:
     z = jnp.asarray(logits(4)).at[0, 0].add(300.0).at[1, 1, 5].set(90.0).at[1, 1, 9].set(90.0)
-    choice, total = losses.choice_and_total(z)
+    choice, total = target.choice_and_total(z)
     np.testing.assert_array_equal(choice, jnp.argmax(z, axis=-1))
     np.testing.assert_allclose(total, jax.nn.logsumexp(z, axis=-1), rtol=1e-6)
     assert int(choice[1, 1]) == 5
@@ -126,6 +126,27 @@ def test_summed_logits_have_the_gradient_of_plain_products(stored: tuple[bool, b
         jax.grad(ours, each)(*arguments), jax.grad(plain, each)(*arguments), strict=True
     ):
         np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_summed_logits_take_their_gradient_in_the_inputs_dtype() -> None:
+    """In bfloat16 each gradient is a product of rounded numbers, summed in float32."""
+    rng = np.random.default_rng(2)
+    x, y, a, b, g = (
+        rng.normal(size=shape).astype(np.float32)
+        for shape in ((6, 8), (6, 5), (12, 8), (5, 12), (6, 12))
+    )
+    bf16 = lambda array: jnp.asarray(array, jnp.bfloat16)  # noqa: E731
+    heads = Weight(bf16(a), transposed=True), Weight(bf16(b))
+    logits, back = jax.vjp(losses.summed_logits, (bf16(x), bf16(y)), heads)
+    assert logits.dtype == jnp.float32
+    rounded = [np.asarray(bf16(array), np.float64) for array in (x, y, a, b, g)]
+    x, y, a, b, g = rounded
+    np.testing.assert_allclose(logits, x @ a.T + y @ b, rtol=1e-5, atol=1e-5)
+    (to_x, to_y), (to_a, to_b) = back(jnp.asarray(g, jnp.float32) * (1 + 2.0**-10))
+    found = to_x, to_y, to_a.values, to_b.values
+    for array, expected in zip(found, (g @ a, g @ b.T, g.T @ x, y.T @ g), strict=True):
+        assert array.dtype == jnp.bfloat16
+        np.testing.assert_array_equal(array, bf16(expected))
 
 
 @pytest.mark.oracle("torch")
