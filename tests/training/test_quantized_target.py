@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from jaxspec import models
+from jaxspec.config import ConfigError
 from jaxspec.config.quantization import quantized as quantised_config
 from jaxspec.layers.params import init_random
 from jaxspec.loading.conversion import convert_checkpoint
@@ -26,12 +27,22 @@ from jaxspec.training.evaluation import EvaluationConfig
 from jaxspec.training.heads import HeadConfig, load_head
 from jaxspec.training.run import RunConfig, train_head
 from jaxspec.training.run_record import RunRecord
-from jaxspec.training.target import greedy_tokens, target_states
+from jaxspec.training.target import greedy_tokens, require_plain_head, target_states
 from tests.parity.ours import PagedTarget, by_position
 from tests.support import quantized
 from tests.support.families import TARGETS
 from tests.support.slow import slow_unless
 from tests.support.tiny import VOCAB
+
+
+def test_a_quantised_lm_head_is_refused_in_one_sentence(tmp_path: Path) -> None:
+    plain = quantized.plain_checkpoint(tmp_path / "plain")
+    folder = convert_checkpoint(plain, tmp_path / "fp8", "fp8")
+    _, params = load_target(folder, jnp.float32)
+    require_plain_head(params)
+    quantised = params["layers"][0]["self_attn"]["o_proj"]
+    with pytest.raises(ConfigError, match="target: expected an lm_head that is not quantised"):
+        require_plain_head({**params, "lm_head": quantised})
 
 
 def test_training_reads_the_states_that_decoding_makes(tmp_path: Path) -> None:
