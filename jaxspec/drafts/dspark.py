@@ -110,7 +110,10 @@ def markov_input(
     token: jax.Array,
     head_state: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Return W2's input [batch, rank] of a step (step_logits), and the next head_state."""
+    """Return W2's input [..., rank] of a step (step_logits), and the next head_state.
+
+    hidden: [..., D], token: int32 [...]; the rnn kind has one leading axis, [batch]
+    """
     previous = params["markov_w1"][token].astype(hidden.dtype)
     if cfg.markov_kind == "gated":
         features = jnp.concatenate([hidden, previous], axis=-1)

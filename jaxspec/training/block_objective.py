@@ -142,11 +142,9 @@ def block_logits(
         return head_logits(hidden, weights["lm_head"])
     assert isinstance(draft, DSparkConfig)
     columns = hidden.reshape(-1, *hidden.shape[2:])
-    tokens = previous.reshape(columns.shape[:2])
     state = dspark.first_head_state(draft, columns)
     if state is None:  # no draft waits for another
-        flat = columns.reshape(-1, columns.shape[-1])
-        markov, _ = dspark.markov_input(weights, draft, flat, tokens.reshape(-1), None)
+        markov, _ = dspark.markov_input(weights, draft, hidden, previous, None)
     else:
 
         def step(
@@ -156,10 +154,9 @@ def block_logits(
             assert state_after is not None
             return state_after, markov
 
-        by_draft = jnp.moveaxis(columns, 1, 0), tokens.T
+        by_draft = jnp.moveaxis(columns, 1, 0), previous.reshape(columns.shape[:2]).T
         _, markov = jax.lax.scan(step, state, by_draft)
-        markov = jnp.moveaxis(markov, 0, 1)
-    markov = markov.reshape(*hidden.shape[:-1], -1)
+        markov = jnp.moveaxis(markov, 0, 1).reshape(*hidden.shape[:-1], -1)
     return summed_logits((hidden, markov), (weights["lm_head"], weights["markov_w2"]))
 
 

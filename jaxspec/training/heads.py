@@ -328,7 +328,8 @@ def continued_params(
     gains_gate = (
         isinstance(cfg, DSparkConfig)
         and cfg.markov_kind == "gated"
-        and ("markov_w1" in old and "markov_proj" not in old)
+        and "markov_w1" in old
+        and "markov_proj" not in old
     )
     for name in fresh:
         if gains_gate and name in ("markov_proj", "markov_bias"):

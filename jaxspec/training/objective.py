@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from jaxspec import drafts, models
-from jaxspec.config import REFERENCE_OPS
+from jaxspec.config import REFERENCE_OPS, Ops
 from jaxspec.layers import op_choice
 from jaxspec.layers.params import Params
 from jaxspec.loading import model
@@ -121,6 +121,12 @@ def shared_weights(draft: TrainableDraft, target: Params) -> Params:
     return model.shared_weights(draft, drafts.family(draft).param_specs(draft), target)
 
 
+def target_ops(pair: TrainingPair, rows: int) -> Ops:
+    """Return the ops of the target's pass over sequences of so many rows."""
+    dtype = pair.target["embed_tokens"].dtype
+    return op_choice.for_whole_sequences(pair.target_cfg, rows, dtype)
+
+
 def batch_states(pair: TrainingPair, batch: Batch[jax.Array]) -> tuple[jax.Array, jax.Array | None]:
     """Return the target's hidden states and aux of a batch; see target_states."""
     lengths = jnp.sum((batch.documents >= 0).astype(jnp.int32), axis=1)
@@ -131,9 +137,7 @@ def batch_states(pair: TrainingPair, batch: Batch[jax.Array]) -> tuple[jax.Array
         lengths,
         pair.draft.aux_layers,
         starts=document_starts(batch.documents),
-        ops=op_choice.for_whole_sequences(
-            pair.target_cfg, batch.tokens.shape[1], pair.target["embed_tokens"].dtype
-        ),
+        ops=target_ops(pair, batch.tokens.shape[1]),
     )
 
 

@@ -15,7 +15,6 @@ import numpy as np
 from jaxspec.config import ConfigError
 from jaxspec.config.settings import setting
 from jaxspec.drafts.dflash import DFlashConfig
-from jaxspec.layers import op_choice
 from jaxspec.layers.params import Params
 from jaxspec.training.chat_target import ChatTarget
 from jaxspec.training.checkpoint import PIECE_BYTES, WEIGHTS, Verifier, save_draft, split_file
@@ -25,7 +24,7 @@ from jaxspec.training.evaluation import EvaluationConfig, evaluate_head, evaluat
 from jaxspec.training.feature_scale import feature_scale, scaled_params, unscaled_params
 from jaxspec.training.heads import HeadConfig, new_head
 from jaxspec.training.loop import Budget, TrainState, data_mesh, init_train_state, train
-from jaxspec.training.objective import TrainingPair
+from jaxspec.training.objective import TrainingPair, target_ops
 from jaxspec.training.plot import plot_history
 from jaxspec.training.run_record import RunRecord, earlier_history
 from jaxspec.training.target import require_packable, require_plain_head
@@ -99,12 +98,11 @@ def train_head(
         f"{record.entries['head']['parameters']} parameters, {mesh.size} devices"
     )
     log(f"train: {draft}")
-    dtype = target.params["embed_tokens"].dtype
-    for rows in sorted(cfg.train.buckets):
-        ops = op_choice.for_whole_sequences(target.cfg, rows, dtype)
-        log(f"train: the target's attention over {rows} tokens: {ops.attention}")
 
     pair = TrainingPair(draft, target.cfg, target.params, jnp.asarray(ids, jnp.int32))
+    for rows in sorted(cfg.train.buckets):
+        attention = target_ops(pair, rows).attention
+        log(f"train: the target's attention over {rows} tokens: {attention}")
     if isinstance(draft, DFlashConfig):
         pair = dataclasses.replace(pair, feature_scale=feature_scale(pair, training))
 

@@ -114,7 +114,7 @@ def choice_and_total(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
 
     The largest logit is looked up at the argmax, which saves a pass over the logits.
     """
-    choice = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    choice = _greedy(logits)
     top = jnp.take_along_axis(logits, choice[..., None], axis=-1)
     return choice, top[..., 0] + jnp.log(jnp.sum(jnp.exp(logits - top), axis=-1))
 

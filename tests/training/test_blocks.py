@@ -210,8 +210,7 @@ def test_block_logits_equal_those_that_propose_writes(pair: Pair, name: str) -> 
 
 def test_a_deeper_head_with_gates_begins_as_the_head_that_it_continues(pair: Pair) -> None:
     old = make_head(CONFIGS["vanilla"], pair)
-    layers = dict(windows=(None,) * 4, causal=(False,) * 4)
-    cfg = dataclasses.replace(old.cfg, **layers, markov_kind="gated")  # type: ignore[arg-type]
+    cfg = dataclasses.replace(CONFIGS["gated"], windows=(None,) * 4, causal=(False,) * 4)
     ids = ids_of(cfg, pair)
     fresh = init_random(trained_specs(cfg), jax.random.key(7), jnp.dtype(jnp.float32))
     params = continued_params(cfg, fresh, ids, old.params, ids)
@@ -233,7 +232,7 @@ def test_a_deeper_head_with_gates_begins_as_the_head_that_it_continues(pair: Pai
 
     with pytest.raises(ConfigError, match="num_layers: expected at least the 4"):
         continued_params(old.cfg, old.params, ids, params, ids)
-    rnn = dataclasses.replace(old.cfg, markov_kind="rnn")  # type: ignore[arg-type]
+    rnn = CONFIGS["rnn"]
     fresh = init_random(trained_specs(rnn), jax.random.key(7), jnp.dtype(jnp.float32))
     with pytest.raises(ConfigError, match="markov_bias: expected it in the head"):
         continued_params(rnn, fresh, ids, old.params, ids)
