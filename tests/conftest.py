@@ -79,6 +79,9 @@ def pytest_configure(config: pytest.Config) -> None:
     if not _wants_gpu(config):
         jax.config.update("jax_platforms", "cpu")
         _compile_quickly()
+    else:
+        # Some tests start processes of their own on the same GPUs, and xdist has several workers.
+        os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     jax.config.update("jax_default_matmul_precision", "highest")
     jax.config.update("jax_numpy_dtype_promotion", "strict")
     # Reading a program takes 5 ms, and the least that is compiled takes 20.
