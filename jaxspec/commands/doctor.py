@@ -122,7 +122,7 @@ def show(found: Diagnosis, console: Console) -> None:
     if after is not None:
         console.print(f"decoding with these settings: mean acceptance length {after:.2f}")
     if not found.findings:
-        console.print("nothing found: no other reading of this head is accepted more")
+        console.print("nothing found: no other reading of this head is surely accepted more")
 
 
 def record(found: Diagnosis) -> dict[str, Any]:

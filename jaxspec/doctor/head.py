@@ -19,7 +19,8 @@ from jaxspec.loading.checkpoint import Checkpoint, open_checkpoint
 from jaxspec.loading.model import bind_draft, table_tensors
 from jaxspec.loading.weights import load_params
 
-AUX, NORMS, ROPE, D2T = "aux layer ids", "norm switch", "rope", "direction of d2t"
+AUX, NORMS, ROPE, WINDOW = "aux layer ids", "norm switch", "rope", "window"
+D2T = "direction of d2t"
 PLAIN_NORMS = ("norm_before_residual", "norm_output")  # switches without tensors
 NORM_TENSORS = {"norm_before_fc": "input_norm.weight", "fc_norm": "fc_norm.0.weight"}
 THETAS = (10_000.0, 100_000.0, 500_000.0, 1_000_000.0)
@@ -101,6 +102,8 @@ class Head:
             yield from self._other_layers(reading, cfg)
             yield from self._other_norms(reading, cfg)
         yield from self._other_ropes(reading)
+        if cfg.sliding_window is not None:
+            yield self._without_window(reading)
         if cfg.maps_vocabulary:
             for direction in DIRECTIONS:
                 if direction != reading.direction and self._is_valid(direction):
@@ -151,16 +154,30 @@ class Head:
             if rope in tried:
                 continue
             tried.append(rope)
-            place = "transformer_layer_config of " * is_speculators(self.checkpoint.config)
             yield Alternative(
                 ROPE,
                 name,
-                f"set {_rope_keys(rope)} in {place}{self.folder}/config.json",
+                f"set {_rope_keys(rope)} in {self._config_of_layer}",
                 replace(
                     reading,
                     cfg=replace(reading.cfg, attention=dataclasses.replace(attention, rope=rope)),
                 ),
             )
+
+    def _without_window(self, reading: Reading) -> Alternative:
+        return Alternative(
+            WINDOW,
+            "no window",
+            "remove layer_types, sliding_window and use_sliding_window from "
+            f"{self._config_of_layer}",
+            replace(reading, cfg=replace(reading.cfg, sliding_window=None)),
+        )
+
+    @property
+    def _config_of_layer(self) -> str:
+        """The place that holds the settings of the draft's layer."""
+        place = "transformer_layer_config of " * is_speculators(self.checkpoint.config)
+        return f"{place}{self.folder}/config.json"
 
     def _has(self, canonical: str) -> bool:
         family = drafts.family(self.present.cfg)

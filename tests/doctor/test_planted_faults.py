@@ -25,7 +25,7 @@ from jaxspec import ConfigError, SpeculativeConfig
 from jaxspec.doctor import diagnosis, formats
 from jaxspec.doctor.acceptance import Acceptance, gain, is_better
 from jaxspec.doctor.diagnosis import Search, Settings, diagnose
-from jaxspec.doctor.head import AUX, D2T, NORMS, ROPE, Reading, open_head
+from jaxspec.doctor.head import AUX, D2T, NORMS, ROPE, WINDOW, Reading, open_head
 from jaxspec.doctor.texts import Features, Target, Texts, read_features
 from jaxspec.loading import load_tokenizer, resolve
 from jaxspec.loading.model import load_target
@@ -137,6 +137,8 @@ FAULTS: dict[str, tuple[str, dict[str, Any], str, str]] = {
     "norm_before_fc": (HEAD, dict(config=top(norm_before_fc=True)), NORMS, "norm_before_fc=False"),
     "rope": (HEAD, dict(config=layer(**THETA)), ROPE, "rope_theta: "),
     "rope of EAGLE-1": (HEAD_1, dict(config=top(rope_theta=1000.0)), ROPE, "rope_theta: "),
+    "window": (HEAD, dict(config=layer(sliding_window=4)), WINDOW, "remove layer_types"),
+    "window of EAGLE-1": (HEAD_1, dict(config=top(sliding_window=4)), WINDOW, "remove layer_types"),
     "d2t holds ids": (HEAD, dict(d2t=ids), D2T, "d2t - arange"),
     "d2t negated": (HEAD, dict(d2t=np.negative), D2T, "-d2t"),
 }
@@ -145,6 +147,7 @@ FAST = {
     "norm_before_residual",
     "fc_norm",
     "rope of EAGLE-1",
+    "window of EAGLE-1",
     "d2t holds ids",
 }
 
@@ -161,6 +164,8 @@ def test_a_planted_fault_is_named(case: str, plant: Callable[..., Path], clinic:
     correct = clinic.search(name, CHECKPOINTS / name).head.present
     if kind == ROPE:  # the search has a few bases, and neighbours of the right one are as good
         assert gain(search.measured(correct), search.measured(reading))[0] < 0.1
+    elif kind == WINDOW:  # these texts are shorter than the right window
+        assert reading.cfg == replace(correct.cfg, sliding_window=None)
     else:
         assert reading.cfg == correct.cfg
 
@@ -172,7 +177,7 @@ def test_a_correct_head_is_left_alone(name: str, clinic: Clinic) -> None:
     assert (findings, search.head.refused) == ([], ())
     assert reading == search.head.present
     tried = {t.kind for t in search.tried}
-    assert tried == ({AUX, NORMS, ROPE} if name == HEAD else {ROPE})
+    assert tried == ({AUX, NORMS, ROPE, WINDOW} if name == HEAD else {ROPE, WINDOW})
     assert search.measured(reading).length > 1.8
 
 
