@@ -180,6 +180,8 @@ class FieldFlag:
         if origin in (tuple, Sequence):
             if items[0] is str:
                 return str, partial(split_names, name, known=self.among)
+            if items[0] is bool:
+                return str, partial(split_switches, name)
             return str, partial(split_numbers, name, kind=items[0], least=self.least)
         if origin is Mapping:
             return str, partial(parse_numbers_by_id, name)
@@ -192,6 +194,15 @@ def split_names(flag: str, text: str, known: Sequence[str] | None = None) -> tup
     if known is not None and (unknown := [name for name in names if name not in known]):
         raise ConfigError(f"{flag}: expected among {', '.join(known)}, got {', '.join(unknown)}")
     return names
+
+
+def split_switches(flag: str, text: str) -> tuple[bool, ...]:
+    """Split at the commas into true and false; ConfigError for anything else."""
+    values = {"true": True, "false": False}
+    parts = [part.strip().lower() for part in text.split(",")]
+    if not values.keys() >= set(parts):
+        raise ConfigError(f"{flag}: expected true or false, commas between them, got {text!r}")
+    return tuple(values[part] for part in parts)
 
 
 def split_numbers(

@@ -26,6 +26,7 @@ class Options:
     maybe: bool | None = flag(None, "Neither by default.")
     sizes: tuple[int, ...] = flag((1, 8), "Sizes.", "--sizes", "--batch", least=1)
     rates: Sequence[float] = flag((), "Rates.")
+    switches: tuple[bool, ...] = flag((False,), "Switches.")
     rules: tuple[str, ...] = flag(("a", "b"), "Rules.", among=("a", "b", "c"))
     words: str | Sequence[str] = flag((), "Words.")
     files: list[str] | None = flag(None, "Files.")
@@ -58,6 +59,7 @@ def test_without_arguments_every_field_has_its_default():
     [
         (["--count", "5"], "count", 5),
         (["--share", "0.5"], "share", 0.5),
+        (["--switches", "false,True"], "switches", (False, True)),
         (["--mode", "exact"], "mode", "exact"),
         (["--no-on"], "on", False),
         (["--off"], "off", True),
