@@ -131,8 +131,16 @@ def main(
 
 
 def config_of(name: str) -> dict[str, Any]:
-    """Return a target's config.json; of the common models without a hub."""
-    if as_path(name, "model").exists():
+    """Return a target's config.json; of the common models without a hub.
+
+    A .gguf file has its own in its header.
+    """
+    path = as_path(name, "model")
+    if path.suffix == ".gguf" and path.is_file():
+        from jaxspec.loading.gguf_file import config_of_gguf
+
+        return config_of_gguf(path)
+    if path.exists():
         return read_config(name)
     return known_config(name) or read_config(name)
 

@@ -88,6 +88,12 @@ def convert_gguf(gguf_path: str | Path, out_dir: str | Path) -> Path:
     return out_dir
 
 
+def config_of_gguf(path: Path) -> dict[str, Any]:
+    """Return config.json from the header of a file; ConfigError if no model here is like it."""
+    header = read_header(path)
+    return hf_config(header, read_vocabulary(header.metadata).special)
+
+
 def hf_config(header: GGUFHeader, special: Mapping[str, int]) -> dict[str, Any]:
     """Return config.json from the metadata, in Hugging Face's keys.
 

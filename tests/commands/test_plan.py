@@ -379,3 +379,9 @@ def test_without_a_network_it_fails_at_once(
     done = cli.invoke(app, ["--target", "someone/some-model"])
     assert time.perf_counter() - begin < 5
     assert done.exit_code == 2 and "the hub's host does not answer" in done.output
+
+
+def test_the_default_target_is_planned_without_its_file(runner: tuple) -> None:
+    cli, app = runner
+    done = cli.invoke(app, ["--target", "HuggingFaceTB/SmolLM2-135M-Instruct", "--gpu", "1"])
+    assert done.exit_code == 0, done.output

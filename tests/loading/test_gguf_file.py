@@ -8,11 +8,14 @@ import stat
 
 import numpy as np
 import pytest
+from typer.testing import CliRunner
 
+from jaxspec.commands import plan
 from jaxspec.config import ConfigError, RopeConfig
 from jaxspec.loading import gguf_file, open_checkpoint, shards
 from jaxspec.loading.cache import MARKER
-from jaxspec.loading.gguf_file import convert_gguf
+from jaxspec.loading.gguf_file import config_of_gguf, convert_gguf
+from jaxspec.tools.cli import command
 
 
 def transformers_weights(path):
@@ -224,3 +227,12 @@ def test_an_existing_folder_is_not_overwritten(write_gguf, tmp_path):
 def test_others_may_read_the_result(write_gguf, tmp_path):
     out = convert_gguf(write_gguf(), tmp_path / "out")
     assert all(p.stat().st_mode & stat.S_IROTH for p in (out, *out.iterdir()))
+
+
+def test_a_file_is_planned_by_its_header(write_gguf, tmp_path):
+    path = write_gguf()
+    folder = convert_gguf(path, tmp_path / "out")
+    assert config_of_gguf(path) == json.loads((folder / "config.json").read_text())
+    flags = ["--target", str(path), "--gpu", "1", "--max-model-len", "32"]
+    done = CliRunner().invoke(command(plan.main), flags)
+    assert done.exit_code == 0, done.output
