@@ -53,6 +53,11 @@ def shown(value: object) -> str:
         return f"one {type(value).__name__} that cannot be printed"
 
 
+def printable(name: str) -> str:
+    """Return a name for a message: as it is if a terminal can print it, at most 200 characters."""
+    return f"{name:.200}" if name.isprintable() else shown(name)
+
+
 def read_int(
     config: Mapping[str, Any], key: str, default: int | None = None, *, least: int = 1
 ) -> int:

@@ -189,6 +189,8 @@ class SpeculativeConfig:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> SpeculativeConfig:
         """Read the JSON of vLLM's --speculative-config; ConfigError for an unknown key."""
+        if not isinstance(values, Mapping):
+            raise ConfigError(f"speculative config: expected a mapping, got {shown(values)}")
         known = sorted(f.name for f in fields(cls))
         with named_as_given(given_names(values, SPECULATIVE, "speculative_config.")):
             return cls(**own_keys("speculative config", values, known, SPECULATIVE))

@@ -75,7 +75,7 @@ def encode(
         unknown = sorted(
             k if isinstance(k, str) else shown(k)
             for k in prompt
-            if k not in PROMPT_KEYS and prompt[k] is not None
+            if k not in PROMPT_KEYS and not _changes_nothing(k, prompt[k])
         )
         if unknown and any(k in prompt for k in PROMPT_KEYS):
             raise ConfigError(
@@ -107,6 +107,14 @@ def encode(
         return tokenizer.encode_chat(items, chat) if is_chat else tokenizer.encode(str(prompt))
     except ConfigError as e:
         raise ConfigError(f"prompt {index}: {e}") from e
+
+
+def _changes_nothing(key: object, value: object) -> bool:
+    """Return whether a further key of vLLM's prompts says nothing: no value, or text's own."""
+    return value is None or (
+        (key == "mm_processor_kwargs" and isinstance(value, Mapping) and not value)
+        or (key == "type" and isinstance(value, str) and value in ("text", "token"))
+    )
 
 
 def encode_words(words: Sequence[str], tokenizer: Encoder | None) -> tuple[tuple[int, ...], ...]:

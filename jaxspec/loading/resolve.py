@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
-from jaxspec.config import ConfigError, shown
+from jaxspec.config import ConfigError, printable, shown
 from jaxspec.loading.cache import cached_gguf
 from jaxspec.loading.card import CARD
 from jaxspec.loading.checkpoint import read_json, read_model_config
@@ -51,7 +51,7 @@ def resolve(name_or_path: str | Path | None, *, kind: Kind) -> Path:
         return path
     if path.suffix == ".gguf":
         if not path.is_file():
-            raise ConfigError(f"{kind} {name}: expected a .gguf file, got no such file")
+            raise ConfigError(f"{kind} {printable(name)}: expected a .gguf file, got no such file")
         return cached_gguf(path)
     if path.exists():
         raise ConfigError(f"{kind} {name}: expected a folder or a .gguf file, got another file")
@@ -62,8 +62,8 @@ def resolve(name_or_path: str | Path | None, *, kind: Kind) -> Path:
         return known[name]
     if isinstance(name_or_path, Path) or not HUB_ID.fullmatch(name):
         raise ConfigError(
-            f"{kind} {name:.200}: expected an existing folder, {_choices(known)}, or a hub id "
-            "(owner/name), got no such folder"
+            f"{kind} {printable(name)}: expected an existing folder, {_choices(known)}, "
+            "or a hub id (owner/name), got no such folder"
         )
     return _from_hub(name, kind, known)
 

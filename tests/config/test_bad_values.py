@@ -346,7 +346,6 @@ def test_a_platform_that_is_not_there_is_named(
 @pytest.mark.parametrize(
     ("name", "put"),
     [
-        ("rounds_per_step", int),
         ("num_gpu_blocks_override", int),
         ("num_gpu_blocks_override", lambda number: (1, number)),
         ("batch_buckets", lambda number: [8, number]),
@@ -396,3 +395,27 @@ def test_sizes_that_int32_does_not_hold_are_refused(name: str) -> None:
             ConfigError, match=rf"{name}: expected at most 2\*\*31 - 1, got {shown}"
         ):
             EngineConfig(**settings)
+
+
+@pytest.mark.parametrize("given", [None, 5, "", [("method", "ngram")], iter(())])
+def test_a_speculative_config_is_made_of_a_mapping(given: Any) -> None:
+    with pytest.raises(ConfigError, match="^speculative config: expected a mapping, got "):
+        SpeculativeConfig.from_dict(given)
+
+
+def test_a_program_has_no_more_rounds_than_a_request() -> None:
+    assert EngineConfig(max_model_len=64, rounds_per_step=64).rounds_per_step == 64
+    with pytest.raises(ConfigError, match="^rounds_per_step: expected at most max_model_len 64,"):
+        EngineConfig(max_model_len=64, rounds_per_step=65)
+
+
+def test_so_many_requests_have_no_power_of_two() -> None:
+    with pytest.raises(ConfigError, match=r"^max_num_seqs: expected at most 2\*\*30, got 21474"):
+        EngineConfig(max_num_seqs=LARGEST)
+
+
+@pytest.mark.parametrize("name", ["\ud800", "a\x1b[31m", "a\0b.gguf", "\ud800.gguf"])
+def test_a_message_shows_a_name_that_a_terminal_cannot_print(name: str) -> None:
+    with pytest.raises(ConfigError) as e:
+        LLM(name)
+    assert str(e.value).isprintable(), str(e.value)

@@ -223,6 +223,8 @@ def test_settings_that_change_nothing() -> None:
         "kv_cache_memory_bytes": None,
         "max_loras": 1,
         "scheduling_policy": "fcfs",
+        "logprobs_mode": "raw_logprobs",
+        "served_model_name": ["mine"],
         "swap_space": 4,
         "use_v2_block_manager": True,
         "worker_cls": "auto",
@@ -629,6 +631,19 @@ def test_a_prompt_of_both_kinds_without_ids_is_its_text(llm: LLM) -> None:
     params = SamplingParams(max_tokens=1)
     [a, b] = llm.generate([{"prompt": "Hi", "prompt_token_ids": None}, "Hi"], params)
     assert a.prompt_token_ids == b.prompt_token_ids
+
+
+def test_further_keys_of_a_prompt_may_say_nothing(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=1)
+    prompt: dict[str, Any] = {
+        "prompt_token_ids": [1, 2],
+        "mm_processor_kwargs": {},
+        "type": "token",
+    }
+    [output] = llm.generate([prompt], params)
+    assert output.prompt_token_ids == [1, 2]
+    with pytest.raises(ConfigError, match="got mm_processor_kwargs, type too$"):
+        llm.generate([prompt | {"mm_processor_kwargs": {"crop": 1}, "type": "image"}], params)
 
 
 def test_from_pretrained_takes_the_name_of_the_model_as_llm_does(target: str) -> None:
