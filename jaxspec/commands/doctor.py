@@ -100,7 +100,8 @@ def main(
 
 def show(found: Diagnosis, console: Console) -> None:
     """Print a table of everything that was tried, and a line for each finding."""
-    table = Table("what", "tried", "length", "gain", "", title="acceptance, teacher-forced")
+    title = "acceptance, teacher-forced: length over all places, gain the mean of the texts"
+    table = Table("what", "tried", "length", "gain", "", title=title)
     for column in table.columns[2:4]:
         column.justify = "right"
     ended = f" ({found.ended} texts end with their first token)" * (found.ended > 0)

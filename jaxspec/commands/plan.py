@@ -30,6 +30,7 @@ from jaxspec.drafts import (
     family_of_checkpoint,
 )
 from jaxspec.loading.checkpoint import open_checkpoint
+from jaxspec.loading.default_target import NAME, is_default_target
 from jaxspec.loading.model import has_experts, with_expert_storage
 from jaxspec.loading.pair import with_k
 from jaxspec.loading.resolve import as_path, own_drafts, read_config
@@ -102,7 +103,7 @@ def main(
         draft_cfg = MODEL_FREE[speculative.method].config(target_cfg, speculative)
     elif speculative.model is not None or speculative.method == "mtp":
         draft_cfg = read_draft(speculative.model or target, target_cfg, speculative)
-        proposals = read_config(speculative.model or target)
+        proposals = config_of(speculative.model or target)
     if draft_cfg is not None:
         speculative = with_k(speculative, draft_cfg, proposals)
 
@@ -136,8 +137,10 @@ def config_of(name: str) -> dict[str, Any]:
     A .gguf file has its own in its header.
     """
     path = as_path(name, "model")
+    if is_default_target(name) and not path.exists():
+        name = NAME
     if path.suffix == ".gguf" and path.is_file():
-        from jaxspec.loading.gguf_file import config_of_gguf
+        from jaxspec.loading.gguf_file import config_of_gguf  # imports the package gguf
 
         return config_of_gguf(path)
     if path.exists():
@@ -192,7 +195,7 @@ def gpu_memory(name: str) -> float:
 def read_draft(name: str, target: Any, speculative: SpeculativeConfig) -> Any:
     """Return a draft's config, by its tensors' shapes where its files are at hand."""
     folder = own_drafts().get(name) or as_path(name, "draft")
-    config = read_config(name)
+    config = config_of(name)
     held: dict[str, tuple[int, ...]] = {}
     if folder.is_dir() and list(folder.glob("*.safetensors")):
         held = open_checkpoint(folder).shapes

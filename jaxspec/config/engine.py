@@ -205,7 +205,7 @@ def _check_compilation(config: EngineConfig) -> None:
             f"compilation is 'round', got {shown(rounds)} with compilation {config.compilation!r}"
         )
     check_int32("rounds_per_step", rounds)
-    if rounds > config.max_model_len:  # a request ends before
+    if rounds > config.max_model_len:  # a request ends earlier; XLA aborts the process far above
         raise ConfigError(
             f"rounds_per_step: expected at most max_model_len {config.max_model_len}, "
             f"got {shown(rounds)}"
@@ -216,7 +216,7 @@ def _settled_buckets(config: EngineConfig) -> tuple[int, ...]:
     """Return the batch sizes in order: batch_buckets or its default."""
     buckets, most = config.batch_buckets, config.max_num_seqs
     if buckets is None:
-        if most > 1 << 30:  # int32 holds the next power of two
+        if most > 1 << 30:  # the next power of two must fit int32
             raise ConfigError(f"max_num_seqs: expected at most 2**30, got {most}")
         powers = tuple(1 << i for i in range((most - 1).bit_length() + 1))
         return (most,) if config.batch_invariant else powers

@@ -174,7 +174,7 @@ class Search:
         for _ in range(MOST_FAULTS):
             present = self.measured(reading)
             best: tuple[float, Finding, Reading] | None = None
-            for other in self.head.alternatives(reading):
+            for other in self.head.alternatives(reading, int(self.texts.lengths.max())):
                 accepted = self.measured(other.reading)
                 mean, error = gain(accepted, present)
                 better = is_better(accepted, present, LEAST_GAIN)

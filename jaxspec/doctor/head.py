@@ -95,14 +95,17 @@ class Head:
             )
         return ids
 
-    def alternatives(self, reading: Reading) -> Iterator[Alternative]:
-        """Yield the readings that differ from this one in one thing."""
+    def alternatives(self, reading: Reading, longest: int) -> Iterator[Alternative]:
+        """Yield the readings that differ from this one in one thing.
+
+        longest: tokens of the longest text; a window of as many bounds nothing
+        """
         cfg = reading.cfg
         if isinstance(cfg, Eagle3Config):
             yield from self._other_layers(reading, cfg)
             yield from self._other_norms(reading, cfg)
         yield from self._other_ropes(reading)
-        if cfg.sliding_window is not None:
+        if cfg.sliding_window is not None and cfg.sliding_window < longest:
             yield self._without_window(reading)
         if cfg.maps_vocabulary:
             for direction in DIRECTIONS:
@@ -168,8 +171,8 @@ class Head:
         return Alternative(
             WINDOW,
             "no window",
-            "remove layer_types, sliding_window and use_sliding_window from "
-            f"{self._config_of_layer}",
+            f"widen sliding_window in {self._config_of_layer}, or remove it with layer_types and "
+            "use_sliding_window",
             replace(reading, cfg=replace(reading.cfg, sliding_window=None)),
         )
 

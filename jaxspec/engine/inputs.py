@@ -14,6 +14,7 @@ Message = Mapping[str, Any]  # "role", "content" (a text, text parts or None), "
 Prompt = str | Sequence[int] | Sequence[Message] | Mapping[str, Any]
 
 PROMPT_KEYS = ("prompt", "prompt_token_ids")
+MULTIMODAL_KEYS = ("mm_processor_kwargs", "multi_modal_data", "multi_modal_uuids")
 
 
 class Encoder(Protocol):
@@ -75,7 +76,7 @@ def encode(
         unknown = sorted(
             k if isinstance(k, str) else shown(k)
             for k in prompt
-            if k not in PROMPT_KEYS and not _changes_nothing(k, prompt[k])
+            if k not in PROMPT_KEYS and not _says_nothing(k, prompt[k])
         )
         if unknown and any(k in prompt for k in PROMPT_KEYS):
             raise ConfigError(
@@ -109,12 +110,12 @@ def encode(
         raise ConfigError(f"prompt {index}: {e}") from e
 
 
-def _changes_nothing(key: object, value: object) -> bool:
-    """Return whether a further key of vLLM's prompts says nothing: no value, or text's own."""
-    return value is None or (
-        (key == "mm_processor_kwargs" and isinstance(value, Mapping) and not value)
-        or (key == "type" and isinstance(value, str) and value in ("text", "token"))
-    )
+def _says_nothing(key: object, value: object) -> bool:
+    """Return whether a further key of a prompt of vLLM's has no value, nothing in it, or a kind
+    of prompt that the keys show anyway."""
+    if key == "type":
+        return value is None or (isinstance(value, str) and value in ("text", "token"))
+    return value is None or (key in MULTIMODAL_KEYS and isinstance(value, Mapping) and not value)
 
 
 def encode_words(words: Sequence[str], tokenizer: Encoder | None) -> tuple[tuple[int, ...], ...]:

@@ -54,7 +54,9 @@ def resolve(name_or_path: str | Path | None, *, kind: Kind) -> Path:
             raise ConfigError(f"{kind} {printable(name)}: expected a .gguf file, got no such file")
         return cached_gguf(path)
     if path.exists():
-        raise ConfigError(f"{kind} {name}: expected a folder or a .gguf file, got another file")
+        raise ConfigError(
+            f"{kind} {printable(name)}: expected a folder or a .gguf file, got another file"
+        )
     if kind != "draft" and is_default_target(name):
         return default_target()
     known = own_drafts() if kind == "draft" else {}
@@ -101,7 +103,7 @@ def read_config(name: str) -> dict[str, Any]:
         return read_model_config(folder)
     if not HUB_ID.fullmatch(name):
         raise ConfigError(
-            f"{name}: expected a folder, a config.json or a hub id, got no such folder"
+            f"{printable(name)}: expected a folder, a config.json or a hub id, got no such folder"
         )
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError

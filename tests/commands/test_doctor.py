@@ -62,7 +62,7 @@ def test_a_gain_that_decoding_does_not_show_is_no_finding(
     """The search says that another base of the rotation is better; the engine does not."""
 
     def run_search(self: diagnosis.Search):
-        rope = next(a for a in self.head.alternatives(self.head.present) if a.kind == "rope")
+        rope = next(a for a in self.head.alternatives(self.head.present, 64) if a.kind == "rope")
         self.measured(rope.reading)
         return rope.reading, [Finding("rope", rope.name, rope.remedy, 1.0, 2.0)]
 

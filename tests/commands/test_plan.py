@@ -21,6 +21,7 @@ from jaxspec.config.quantization import Quantize
 from jaxspec.drafts import mtp
 from jaxspec.engine.buckets import Buckets
 from jaxspec.loading.conversion import convert_checkpoint
+from jaxspec.loading.default_target import NAMES
 from jaxspec.loading.model import load_target
 from jaxspec.tools.benchmark import dimensions
 from jaxspec.tools.cli import command
@@ -381,7 +382,11 @@ def test_without_a_network_it_fails_at_once(
     assert done.exit_code == 2 and "the hub's host does not answer" in done.output
 
 
-def test_the_default_target_is_planned_without_its_file(runner: tuple) -> None:
+@pytest.mark.parametrize("name", NAMES)
+def test_the_default_target_is_planned_without_its_file(runner: tuple, name: str) -> None:
     cli, app = runner
-    done = cli.invoke(app, ["--target", "HuggingFaceTB/SmolLM2-135M-Instruct", "--gpu", "1"])
+    done = cli.invoke(
+        app, ["--target", name, "--gpu", "h100", "--method", "draft_model", "--draft", name]
+    )
     assert done.exit_code == 0, done.output
+    assert re.search(r"target weights \W+ 0\.251 ", done.output), done.output  # GiB of 134.5 M

@@ -409,7 +409,7 @@ def test_a_program_has_no_more_rounds_than_a_request() -> None:
         EngineConfig(max_model_len=64, rounds_per_step=65)
 
 
-def test_so_many_requests_have_no_power_of_two() -> None:
+def test_max_num_seqs_has_a_power_of_two_in_int32() -> None:
     with pytest.raises(ConfigError, match=r"^max_num_seqs: expected at most 2\*\*30, got 21474"):
         EngineConfig(max_num_seqs=LARGEST)
 

@@ -89,6 +89,7 @@ def test_a_flag_sets_its_field_and_no_other(args, name, value):
         (["--sizes", "1.5"], "error: --sizes: expected integers of at least 1 with commas"),
         (["--sizes", ""], "error: --sizes: expected integers of at least 1 with commas"),
         (["--rates", "1;2"], "error: --rates: expected numbers with commas between them, got"),
+        (["--switches", "false,yes"], "error: --switches: expected true or false, commas between"),
         (["--rules", "a,d"], "error: --rules: expected among a, b, c, got d"),
         (["--bias", "[1]"], "error: --bias: expected a JSON object of numbers by token id"),
         (["--bias", '{"x": 1}'], "error: --bias: expected a JSON object of numbers by token id"),
