@@ -137,15 +137,13 @@ def config_of(name: str) -> dict[str, Any]:
     A .gguf file has its own in its header.
     """
     path = as_path(name, "model")
-    if is_default_target(name) and not path.exists():
-        name = NAME
     if path.suffix == ".gguf" and path.is_file():
         from jaxspec.loading.gguf_file import config_of_gguf  # imports the package gguf
 
         return config_of_gguf(path)
     if path.exists():
         return read_config(name)
-    return known_config(name) or read_config(name)
+    return known_config(NAME if is_default_target(name) else name) or read_config(name)
 
 
 def gpus_line(

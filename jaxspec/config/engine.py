@@ -204,7 +204,6 @@ def _check_compilation(config: EngineConfig) -> None:
             "rounds_per_step: expected None or an integer of at least 1, which is 1 unless "
             f"compilation is 'round', got {shown(rounds)} with compilation {config.compilation!r}"
         )
-    check_int32("rounds_per_step", rounds)
     if rounds > config.max_model_len:  # a request ends earlier; XLA aborts the process far above
         raise ConfigError(
             f"rounds_per_step: expected at most max_model_len {config.max_model_len}, "

@@ -6,7 +6,7 @@ import numbers
 from collections.abc import Mapping, Sequence, Set
 from typing import Any, Protocol
 
-from jaxspec.config import ConfigError, as_python, items_of, shown
+from jaxspec.config import ConfigError, as_python, items_of, printable, shown
 from jaxspec.loading.chat import PLAIN_CHAT, ChatOptions
 
 Message = Mapping[str, Any]  # "role", "content" (a text, text parts or None), "tool_calls", ...
@@ -74,7 +74,7 @@ def encode(
     """
     if isinstance(prompt, Mapping):
         unknown = sorted(
-            k if isinstance(k, str) else shown(k)
+            printable(k) if isinstance(k, str) else shown(k)
             for k in prompt
             if k not in PROMPT_KEYS and not _says_nothing(k, prompt[k])
         )
@@ -113,9 +113,11 @@ def encode(
 def _says_nothing(key: object, value: object) -> bool:
     """Return whether a further key of a prompt of vLLM's has no value, nothing in it, or a kind
     of prompt that the keys show anyway."""
+    if value is None:
+        return True
     if key == "type":
-        return value is None or (isinstance(value, str) and value in ("text", "token"))
-    return value is None or (key in MULTIMODAL_KEYS and isinstance(value, Mapping) and not value)
+        return isinstance(value, str) and value in ("text", "token")
+    return key in MULTIMODAL_KEYS and isinstance(value, Mapping) and not value
 
 
 def encode_words(words: Sequence[str], tokenizer: Encoder | None) -> tuple[tuple[int, ...], ...]:

@@ -405,8 +405,11 @@ def test_a_speculative_config_is_made_of_a_mapping(given: Any) -> None:
 
 def test_a_program_has_no_more_rounds_than_a_request() -> None:
     assert EngineConfig(max_model_len=64, rounds_per_step=64).rounds_per_step == 64
-    with pytest.raises(ConfigError, match="^rounds_per_step: expected at most max_model_len 64,"):
-        EngineConfig(max_model_len=64, rounds_per_step=65)
+    for rounds in (65, LARGEST + 1):
+        with pytest.raises(
+            ConfigError, match="^rounds_per_step: expected at most max_model_len 64,"
+        ):
+            EngineConfig(max_model_len=64, rounds_per_step=rounds)
 
 
 def test_max_num_seqs_has_a_power_of_two_in_int32() -> None:
