@@ -3,6 +3,7 @@
 jaxspec convert meta-llama/Llama-3.1-8B-Instruct llama-3.1-8b-fp8 --format fp8
 jaxspec convert HuggingFaceTB/SmolLM2-135M-Instruct smollm2-int4 --format int4 --group-size 64
 jaxspec convert OUT/head dspark-fp8 --format fp8-block
+jaxspec convert dspark-fp8 dspark-plain --format bfloat16
 """
 
 from __future__ import annotations
@@ -16,19 +17,20 @@ from jaxspec.config import ConfigError
 from jaxspec.drafts.head_layout import is_head
 from jaxspec.loading.checkpoint import open_checkpoint
 from jaxspec.loading.conversion import FORMATS, convert_checkpoint
-from jaxspec.loading.head_conversion import convert_head
+from jaxspec.loading.head_conversion import FORMATS as HEAD_FORMATS
+from jaxspec.loading.head_conversion import PLAIN, convert_head
 from jaxspec.loading.resolve import resolve
 from jaxspec.tools.cli import command, one_of, option
 
 
 def main(
-    source: Annotated[str, typer.Argument(help="Folder, .gguf file or hub id of plain weights.")],
+    source: Annotated[str, typer.Argument(help="Folder, .gguf file or hub id.")],
     out: Annotated[Path, typer.Argument(help="The folder to write, which must not exist.")],
     format: Annotated[
         str,
         option(
-            "fp8 (a scale for each output channel), fp8-block (for 128 x 128) or int4 (for each "
-            "group of an output channel)."
+            "fp8 (a scale for each output channel), fp8-block (for 128 x 128), int4 (for each "
+            "group of an output channel), or bfloat16 (of a head alone)."
         ),
     ] = "fp8",
     group_size: Annotated[
@@ -37,13 +39,13 @@ def main(
 ) -> None:
     """Write a quantised copy of a checkpoint. `lm_head` and routers of a target keep their weights.
 
-    A draft head of DFlash or DSpark takes fp8-block alone. It is plain again once it is loaded, and
-    other programs do not read it.
+    A draft head takes fp8-block, which is plain again once it is loaded, and which other programs
+    do not read. bfloat16 writes that head for them.
     """
-    one_of("--format", format, FORMATS)
-    folder = resolve(source, kind="target")
+    one_of("--format", format, tuple(dict.fromkeys((*FORMATS, *HEAD_FORMATS))))
+    folder = resolve(source, kind="draft" if format == PLAIN else "target")
     checkpoint = open_checkpoint(folder)
-    if is_head(checkpoint.config, checkpoint.tensors):
+    if format == PLAIN or is_head(checkpoint.config, checkpoint.tensors):
         if group_size is not None:
             raise ConfigError(f"group_size: expected none for a head, got {group_size}")
         convert_head(folder, out, format)

@@ -86,19 +86,22 @@ def open_plain(source: Path) -> Checkpoint:
 def write_converted(
     checkpoint: Checkpoint,
     out: Path,
-    quantization: Mapping[str, Any],
+    quantization: Mapping[str, Any] | None,
     tensors: Iterator[tuple[str, np.ndarray]],
 ) -> None:
     """Write tensors with a checkpoint's other files and its config, into `out`.
 
     The folder appears whole or not at all. ConfigError if it exists or cannot be written.
 
-    quantization: the quantization_config of the new config
+    quantization: the quantization_config of the new config; None for plain weights
     """
     temp = _new_folder(out)
     try:
         _copy_files(checkpoint.path, temp)
-        config = {**checkpoint.config, "quantization_config": quantization}
+        config = dict(checkpoint.config)
+        config.pop("quantization_config", None)
+        if quantization is not None:
+            config["quantization_config"] = quantization
         write_json(temp / "config.json", config)
         write_shards(temp, tensors)
         for path in (temp, *temp.iterdir()):  # mkdtemp and safetensors let the owner alone read

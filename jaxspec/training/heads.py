@@ -69,7 +69,8 @@ class HeadConfig:
     init: Path | None = setting(
         None,
         "Continue from this head. The vocabulary may differ, the MLP be wider; a block head may "
-        "have more layers, and a gated Markov head instead of a vanilla one.",
+        "have more layers, aux layers and Markov rank, and a gated Markov head instead of a "
+        "vanilla one.",
     )
     seed: int = 0
 
@@ -110,10 +111,9 @@ def new_head(
             )
     params = initial_params(draft, target.cfg, target.params, ids, cfg.seed)
     if cfg.init:
-        _, old = load_head(cfg.init, cfg.method, target, jnp.float32)
-        params = continued_params(
-            draft, params, ids, old, np.asarray(old.get("draft_to_target", ids))
-        )
+        old_cfg, old = load_head(cfg.init, cfg.method, target, jnp.float32)
+        old_ids = np.asarray(old.get("draft_to_target", ids))
+        params = continued_params(draft, params, ids, old_cfg, old, old_ids)
     return draft, params, ids
 
 
@@ -313,7 +313,12 @@ def initial_params(
 
 
 def continued_params(
-    cfg: TrainableDraft, fresh: Params, draft_ids: np.ndarray, old: Params, old_ids: np.ndarray
+    cfg: TrainableDraft,
+    fresh: Params,
+    draft_ids: np.ndarray,
+    old_cfg: TrainableDraft,
+    old: Params,
+    old_ids: np.ndarray,
 ) -> Params:
     """Return fresh weights (initial_params) overwritten by those of a trained head.
 
@@ -322,8 +327,12 @@ def continued_params(
     another vocabulary: tokens that the old one lacks keep their fresh column
     a wider MLP:        new columns of gate and up are fresh, their rows of down are zero
     more layers:        the last ones add zero to the residual stream
+    more aux layers:    their rows of fc are zero
+    a larger Markov rank: new columns of W1 are fresh, their rows of W2 and confidence are zero
     a gated Markov head for a vanilla one: all gates are a half, and W2 is twice the old one's
     """
+    if isinstance(cfg, DSparkConfig) and isinstance(old_cfg, DSparkConfig):
+        _check_at_least("markov_rank", old_cfg.markov_rank, cfg.markov_rank)
     params = dict(fresh)
     gains_gate = (
         isinstance(cfg, DSparkConfig)
@@ -339,25 +348,52 @@ def continued_params(
         elif name == "layers":
             params[name] = _continued_layers(fresh[name], old[name])
         elif name in ("lm_head", "markov_w2"):
+            had = old[name].values
+            if name == "markov_w2":
+                had = _with_zero_rows(had, fresh[name].values)
+                had = 2.0 * had if gains_gate else had
             column = np.full(cfg.vocab_size, -1)
             column[old_ids] = np.arange(len(old_ids))
             kept = column[draft_ids]
-            had = old[name].values[:, np.maximum(kept, 0)]
-            if gains_gate and name == "markov_w2":
-                had = 2.0 * had
+            had = had[:, np.maximum(kept, 0)]
             params[name] = Weight(jnp.where(jnp.asarray(kept >= 0), had, fresh[name].values))
+        elif name == "markov_w1" and cfg.markov_kind == "vanilla":
+            params[name] = fresh[name].at[:, : old[name].shape[1]].set(old[name])
+        elif name == "confidence":
+            params[name] = Weight(_with_zero_rows(old[name].values, fresh[name].values))
+        elif name == "fc" and isinstance(old_cfg, DFlashConfig):
+            params[name] = Weight(_continued_fc(cfg.aux_layers, old_cfg, old[name].values))
         else:
             _same_shapes(name, fresh[name], old[name])
             params[name] = old[name]
     return params
 
 
-def _continued_layers(new: Sequence[Params], had: Sequence[Params]) -> list[Params]:
-    if len(had) > len(new):
+def _check_at_least(key: str, had: int, new: int) -> None:
+    if had > new:
         raise ConfigError(
-            f"num_layers: expected at least the {len(had)} of the head to continue from, "
-            f"got {len(new)}"
+            f"{key}: expected at least the {had} of the head to continue from, got {new}"
         )
+
+
+def _with_zero_rows(had: jax.Array, new: jax.Array) -> jax.Array:
+    return jnp.zeros_like(new[:, : had.shape[1]]).at[: len(had)].set(had)
+
+
+def _continued_fc(aux_layers: Sequence[int], old_cfg: DFlashConfig, had: jax.Array) -> jax.Array:
+    """Return fc with the old rows of each aux layer that the old head reads, zeros for others."""
+    if missing := sorted(set(old_cfg.aux_layers) - set(aux_layers)):
+        raise ConfigError(
+            f"aux_layers: expected {', '.join(map(str, old_cfg.aux_layers))} of the head to "
+            f"continue from among them, got none of {', '.join(map(str, missing))}"
+        )
+    rows = jnp.split(had, len(old_cfg.aux_layers))
+    of_layer = dict(zip(old_cfg.aux_layers, rows, strict=True))
+    return jnp.concatenate([of_layer.get(i, jnp.zeros_like(rows[0])) for i in aux_layers])
+
+
+def _continued_layers(new: Sequence[Params], had: Sequence[Params]) -> list[Params]:
+    _check_at_least("num_layers", len(had), len(new))
 
     def silent(layer: Params) -> Params:
         attention = layer["self_attn"]
@@ -374,11 +410,7 @@ def _continued_layer(new: Params, had: Params) -> Params:
     gate, up, down = (had[name].values for name in names)
     new_gate, new_up, new_down = (new[name].values for name in names)
     width, new_width = down.shape[0], new_down.shape[0]
-    if width > new_width:
-        raise ConfigError(
-            f"intermediate_size: expected at least the {width} of the head to continue from, "
-            f"got {new_width}"
-        )
+    _check_at_least("intermediate_size", width, new_width)
     mlp = {
         "gate_proj": Weight(new_gate.at[:, :width].set(gate)),
         "up_proj": Weight(new_up.at[:, :width].set(up)),

@@ -24,7 +24,8 @@ def test_a_converted_folder_generates(target: Path, tmp_path: Path, run_generate
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [
-        (["--format", "fp4"], "--format: expected one of fp8, fp8-block, int4, got 'fp4'"),
+        (["--format", "fp4"], "--format: expected one of fp8, fp8-block, int4, bfloat16, got"),
+        (["--format", "bfloat16"], "model: expected a draft head, with fc.weight (EAGLE-1)"),
         (["--group-size", 64], "group_size: expected one of 32, 64, 128 with format 'int4'"),
     ],
 )

@@ -119,6 +119,18 @@ def test_no_quantization_config_is_plain() -> None:
     assert read_quantization({"quantization_config": None}) is None
 
 
+def test_blocks_that_loading_makes_plain_are_no_quantisation() -> None:
+    blocks = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
+    assert read(blocks | {"dequantize": True}) is None
+    assert read(blocks | {"dequantize": False}) == read(blocks) is not None
+    static = {"quant_method": "fp8", "activation_scheme": "static", "dequantize": True}
+    for settings in (static, DYNAMIC | {"dequantize": True}):
+        with pytest.raises(ConfigError, match="expected dequantize with quant_method 'fp8' and"):
+            read(settings)
+    with pytest.raises(ConfigError, match="expected dequantize to be true or false"):
+        read(blocks | {"dequantize": "yes"})
+
+
 def test_names_come_before_patterns_and_these_before_classes() -> None:
     settings = copy.deepcopy(DYNAMIC)
     one = {"weights": W4, "input_activations": None, "format": "pack-quantized"}

@@ -1,7 +1,9 @@
-"""Plain heads of block drafts -> float8 with a scale for each block, and what is refused."""
+"""Plain heads -> float8 with a scale for each block, the way back, and what is refused."""
 
 from __future__ import annotations
 
+import json
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ from jaxspec.loading.checkpoint import open_checkpoint
 from jaxspec.loading.fp8 import with_scales
 from jaxspec.loading.head_conversion import convert_head
 from jaxspec.loading.model import load_draft
+from jaxspec.tools.benchmark.dimensions import MODELS
 from jaxspec.training.checkpoint import Verifier, save_draft
 from jaxspec.training.trained import trained_specs
 from tests.commands.conftest import runner
@@ -30,6 +33,10 @@ run = runner(convert.main)
 MODEL = tiny_model("dspark")
 VERIFIER = Verifier("tiny", ("LlamaForCausalLM",), 256)
 DRAFT_VOCAB = 40
+COMMITTED = {
+    method: Path(__file__).parents[2] / "checkpoints" / f"smollm2-135m-instruct-{method}"
+    for method in ("eagle", "eagle3", "dspark")
+}
 
 
 @pytest.fixture(scope="module", params=["dspark", "dflash"])
@@ -46,6 +53,15 @@ def load(folder: Path) -> tuple[Any, Any]:
     return load_draft(
         folder, MODEL.target, MODEL.params["target"], SpeculativeConfig(), jnp.float32
     )
+
+
+@cache
+def load_smollm2_shape() -> tuple[Any, Any]:
+    """A target of the committed heads' shape: two arrays that they share, and nothing else."""
+    dimensions = MODELS["smollm2-135m"].target
+    shape = (dimensions.vocab_size, dimensions.hidden_size)
+    shared = {"embed_tokens": jnp.zeros(shape, jnp.bfloat16), "norm": jnp.ones(shape[1:])}
+    return dimensions, shared
 
 
 def dtypes(folder: Path) -> dict[str, str]:
@@ -116,8 +132,8 @@ def test_jaxspec_convert_takes_a_head(head: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [
-        (["--format", "fp8"], "format: expected 'fp8-block' for a head of "),
-        (["--format", "int4"], "format: expected 'fp8-block' for a head of "),
+        (["--format", "fp8"], "format: expected fp8-block or bfloat16 for a head, got 'fp8'"),
+        (["--format", "int4"], "format: expected fp8-block or bfloat16 for a head, got 'int4'"),
         (
             ["--format", "fp8-block", "--group-size", 64],
             "group_size: expected none for a head, got 64",
@@ -132,15 +148,40 @@ def test_what_a_head_does_not_take_is_one_sentence(
     assert not (tmp_path / "out").exists()
 
 
-def test_a_head_of_another_method_or_with_codes_is_refused(head: Path, tmp_path: Path) -> None:
+def test_a_head_with_codes_is_not_quantised_again(head: Path, tmp_path: Path) -> None:
     convert_head(head, tmp_path / "fp8", "fp8-block")
     with pytest.raises(ConfigError, match="expected plain weights, got a quantised checkpoint"):
         convert_head(tmp_path / "fp8", tmp_path / "again", "fp8-block")
-    eagle = Path(__file__).parents[2] / "checkpoints" / "smollm2-135m-instruct-eagle3"
-    sentence = "expected a target, or a head of dflash or dspark, got one of eagle3"
-    with pytest.raises(ConfigError, match=sentence):
-        convert_head(eagle, tmp_path / "again", "fp8-block")
     assert not (tmp_path / "again").exists()
+
+
+@pytest.mark.parametrize("method", ["eagle", "eagle3", "dspark"])
+def test_the_way_back_gives_the_weights_that_are_loaded(method: str, tmp_path: Path) -> None:
+    """EAGLE heads are plain too once they are loaded, where other fp8 heads keep their codes."""
+    head = COMMITTED[method]
+    if "quantization_config" not in (head / "config.json").read_text():
+        convert_head(head, tmp_path / "fp8", "fp8-block")
+        head = tmp_path / "fp8"
+    result = run(head, tmp_path / "plain", "--format", "bfloat16")
+    assert result.exit_code == 0, result.output
+    target = load_smollm2_shape()
+    (cfg, found), (plain_cfg, plain) = (
+        load_draft(folder, *target, SpeculativeConfig(), jnp.bfloat16)
+        for folder in (head, tmp_path / "plain")
+    )
+    assert cfg == plain_cfg and getattr(cfg, "quantization", None) is None
+    jax.tree.map(np.testing.assert_array_equal, found, plain)
+    assert set(dtypes(tmp_path / "plain").values()) <= {"BF16", "I64", "BOOL"}
+    assert "quantization_config" not in (tmp_path / "plain" / "config.json").read_text()
+
+
+def test_a_head_whose_products_read_codes_is_not_made_plain(tmp_path: Path) -> None:
+    convert_head(COMMITTED["eagle"], tmp_path / "fp8", "fp8-block")
+    config = json.loads((tmp_path / "fp8" / "config.json").read_text())
+    del config["quantization_config"]["dequantize"]
+    (tmp_path / "fp8" / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match="got one whose products read codes"):
+        convert_head(tmp_path / "fp8", tmp_path / "plain", "bfloat16")
 
 
 @pytest.mark.parametrize("name", ["fc.weight", "fc.weight_scale_inv"])

@@ -213,7 +213,7 @@ def test_a_deeper_head_with_gates_begins_as_the_head_that_it_continues(pair: Pai
     cfg = dataclasses.replace(CONFIGS["gated"], windows=(None,) * 4, causal=(False,) * 4)
     ids = ids_of(cfg, pair)
     fresh = init_random(trained_specs(cfg), jax.random.key(7), jnp.dtype(jnp.float32))
-    params = continued_params(cfg, fresh, ids, old.params, ids)
+    params = continued_params(cfg, fresh, ids, old.cfg, old.params, ids)
     batch = two_documents()
     aux = jax.random.normal(jax.random.key(2), (2, 24, 96))
     blocks = Blocks(jnp.asarray([[3, 15], [6, 17]]), jnp.asarray([[0, 9], [0, 14]]))
@@ -231,11 +231,49 @@ def test_a_deeper_head_with_gates_begins_as_the_head_that_it_continues(pair: Pai
     assert np.abs(logits(cfg, drawn) - logits(old.cfg, old.params)).max() > 0.1
 
     with pytest.raises(ConfigError, match="num_layers: expected at least the 4"):
-        continued_params(old.cfg, old.params, ids, params, ids)
+        continued_params(old.cfg, old.params, ids, cfg, params, ids)
     rnn = CONFIGS["rnn"]
     fresh = init_random(trained_specs(rnn), jax.random.key(7), jnp.dtype(jnp.float32))
     with pytest.raises(ConfigError, match="markov_bias: expected it in the head"):
-        continued_params(rnn, fresh, ids, old.params, ids)
+        continued_params(rnn, fresh, ids, old.cfg, old.params, ids)
+
+
+def test_more_aux_layers_and_a_larger_rank_begin_as_the_head_that_they_continue(
+    pair: Pair,
+) -> None:
+    """The new aux layers lie before, between and behind those of the old head."""
+    old = make_head(CONFIGS["vanilla"], pair)
+    size = 32
+    cfg = dataclasses.replace(CONFIGS["vanilla"], aux_layers=(0, 1, 2, 3, 4, 5), markov_rank=9)
+    ids = ids_of(cfg, pair)
+    fresh = init_random(trained_specs(cfg), jax.random.key(7), jnp.dtype(jnp.float32))
+    params = continued_params(cfg, fresh, ids, old.cfg, old.params, ids)
+    batch, rng = two_documents(), np.random.default_rng(0)
+    aux = jax.random.normal(jax.random.key(2), (2, 24, 6 * size))
+    of_old = jnp.concatenate([aux[..., i * size : (i + 1) * size] for i in AUX], axis=-1)
+    blocks = Blocks(jnp.asarray([[3, 15], [6, 17]]), jnp.asarray([[0, 9], [0, 14]]))
+    previous = jnp.asarray(rng.integers(0, VOCAB, (2, 2, BLOCK)))
+
+    def found(cfg: DFlashConfig, params: Params, aux: jax.Array) -> tuple[jax.Array, jax.Array]:
+        assert isinstance(cfg, DSparkConfig)
+        weights = {**old.bound, **params}
+        hidden = forward_blocks(weights, cfg, jnp.asarray(batch.tokens), aux, blocks)
+        chance = confidence(weights, cfg, hidden[:, 0, 1], previous[:, 0, 1])
+        return block_logits(weights, cfg, hidden, previous), chance
+
+    for new, had in zip(found(cfg, params, aux), found(old.cfg, old.params, of_old), strict=True):
+        np.testing.assert_allclose(new, had, atol=TOLERANCE, rtol=TOLERANCE)
+    # What the new columns hold can be trained: W1's are not zero.
+    assert np.abs(params["markov_w1"][:, 6:]).min() > 0
+
+    smaller = dataclasses.replace(cfg, markov_rank=4)
+    fresh = init_random(trained_specs(smaller), jax.random.key(7), jnp.dtype(jnp.float32))
+    with pytest.raises(ConfigError, match="markov_rank: expected at least the 6 of the head"):
+        continued_params(smaller, fresh, ids, old.cfg, old.params, ids)
+    other = dataclasses.replace(CONFIGS["vanilla"], aux_layers=(1, 3, 4))
+    fresh = init_random(trained_specs(other), jax.random.key(7), jnp.dtype(jnp.float32))
+    with pytest.raises(ConfigError, match="aux_layers: expected 1, 2, 4 of .* got none of 2"):
+        continued_params(other, fresh, ids, old.cfg, old.params, ids)
 
 
 def test_tiles_change_nothing(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -133,7 +133,7 @@ def test_a_head_that_continues_another_computes_what_it_did() -> None:
         np.concatenate([old.draft_ids[2:], np.setdiff1d(np.arange(VOCAB), old.draft_ids)[:6]])
     )
     fresh = initial_params(wider, old.target_cfg, old.target, ids, 1)
-    params = continued_params(wider, fresh, ids, old.draft, old.draft_ids)
+    params = continued_params(wider, fresh, ids, old.draft_cfg, old.draft, old.draft_ids)
     rng = np.random.default_rng(0)
     tokens = jnp.asarray(rng.integers(0, VOCAB, (1, 6)), jnp.int32)
     aux = jnp.asarray(rng.normal(size=(1, 6, 96)), jnp.float32)
@@ -152,7 +152,12 @@ def test_a_head_that_continues_another_computes_what_it_did() -> None:
     )
     with pytest.raises(ConfigError, match="intermediate_size: expected at least the 40"):
         continued_params(
-            wider, {**fresh, "layers": [narrow(fresh["layers"][0])]}, ids, old.draft, old.draft_ids
+            wider,
+            {**fresh, "layers": [narrow(fresh["layers"][0])]},
+            ids,
+            old.draft_cfg,
+            old.draft,
+            old.draft_ids,
         )
 
 
@@ -296,13 +301,13 @@ def test_a_block_head_is_saved_once_and_loads_with_its_context_weights(
 
 def test_a_block_head_continues_with_another_vocabulary(pair: Pair) -> None:
     """Columns of W2 and lm_head go by token, the rest is as it was."""
-    cfg, old = block_head(pair)
+    old_cfg, old = block_head(pair)
     ids = np.setdiff1d(np.arange(VOCAB), pair.draft_ids)[:DRAFT_VOCAB]
     ids[::2] = pair.draft_ids[::2]
     ids = np.unique(ids)
-    cfg = dataclasses.replace(cfg, draft_vocab_size=len(ids))
+    cfg = dataclasses.replace(old_cfg, draft_vocab_size=len(ids))
     fresh = init_random(trained_specs(cfg), jax.random.key(9), jnp.dtype(jnp.float32))
-    found = continued_params(cfg, fresh, ids, old, pair.draft_ids)
+    found = continued_params(cfg, fresh, ids, old_cfg, old, pair.draft_ids)
     known = np.isin(ids, pair.draft_ids)
     assert 0 < known.sum() < len(ids)
     for name in ("lm_head", "markov_w2"):

@@ -29,7 +29,7 @@ from jaxspec.config.quantization.forms import (
     scale_dtype_of,
     settled_quantize,
 )
-from jaxspec.config.reading import ConfigError, read_object, shown
+from jaxspec.config.reading import ConfigError, read_bool, read_object, shown
 
 __all__ = [
     "BLOCK",
@@ -61,6 +61,9 @@ METHODS: dict[str, Callable[[Mapping[str, Any]], Quantization]] = {
 def read_quantization(config: Mapping[str, Any]) -> Quantization | None:
     """Return the quantisation of a checkpoint by its config.json, None for plain weights.
 
+    Blocks of float8 with transformers' switch `dequantize` are plain once they are loaded
+    (jaxspec.loading.fp8).
+
     ConfigError for a format, or a setting of one, that is not implemented.
     """
     settings = read_object(config, "quantization_config")
@@ -72,6 +75,13 @@ def read_quantization(config: Mapping[str, Any]) -> Quantization | None:
             f"quantization_config: expected quant_method to be one of {', '.join(METHODS)}, "
             f"got {shown(method)}"
         )
+    if read_bool(settings, "dequantize", False):
+        if method != "fp8" or not settings.get("weight_block_size"):
+            raise ConfigError(
+                "quantization_config: expected dequantize with quant_method 'fp8' and "
+                f"weight_block_size alone, got it with {shown(method)}"
+            )
+        return None
     dtype = config.get("dtype") or config.get("torch_dtype")
     return METHODS[method]({**settings, "dtype": dtype})
 
