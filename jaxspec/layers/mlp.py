@@ -5,7 +5,12 @@ from __future__ import annotations
 from jaxspec.config import Ops
 from jaxspec.layers.norms import Norm
 from jaxspec.layers.params import Params, Weight, projection
-from jaxspec.layers.products import ResidualStream, Stream, add_projection, project_swiglu
+from jaxspec.layers.products import (
+    ResidualStream,
+    Stream,
+    add_projection,
+    project_swiglu_before,
+)
 
 
 def mlp_specs(prefix: str, hidden_size: int, intermediate_size: int) -> dict[str, Weight]:
@@ -38,5 +43,6 @@ def add_mlp(
     next_norm: see add_projection
     """
     norm = mlp_norm(layer, eps)
-    inner = project_swiglu(x, layer["gate_proj"], layer["up_proj"], ops, norm=norm)
-    return add_projection(x, inner, layer["down_proj"], ops, next_norm=next_norm)
+    down = layer["down_proj"]
+    inner = project_swiglu_before(down, x, layer["gate_proj"], layer["up_proj"], ops, norm=norm)
+    return add_projection(x, inner, down, ops, next_norm=next_norm)

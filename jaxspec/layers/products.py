@@ -45,11 +45,14 @@ class ResidualStream:
     x:             [batch, rows, D]
     deferred_norm: the next norm, if the product that made x prepared it
     normed:        [batch, rows, D], x under the next norm, if it is made together with x
+    largest:       float32 [tiles of D, batch * rows or more], the largest magnitudes of x, if the
+                   product that made x found them for the next product
     """
 
     x: jax.Array
     deferred_norm: DeferredNorm | None = None
     normed: jax.Array | None = None
+    largest: jax.Array | None = None
 
 
 Stream = jax.Array | ResidualStream  # [batch, rows, D], prepared for the next norm or not
@@ -106,11 +109,18 @@ class _Operands:
         return fp8_op.normed_rows(x, norm.gain, norm.eps, first, implementation)
 
     def multiply(
-        self, inputs: matmul_op.Inputs[Any], rows: Rows | None, implementation: str
+        self,
+        inputs: matmul_op.Inputs[Any],
+        rows: Rows | None,
+        largest: jax.Array | None,
+        implementation: str,
     ) -> matmul_op.Result:
-        """Run the op. rows: of normed_rows"""
+        """Run the op. rows: of normed_rows. largest: see ResidualStream"""
         if self.kind is Fp8Weight:
-            return fp8_op.fp8_matmul(inputs, rows=rows, implementation=implementation)
+            largest = None if implementation == "reference" else largest
+            return fp8_op.fp8_matmul(
+                inputs, rows=rows, largest=largest, implementation=implementation
+            )
         if self.kind is Int4Weight:
             return int4_op.int4_matmul(inputs, implementation=implementation)
         return matmul_op.matmul(inputs, implementation=implementation)
@@ -208,6 +218,14 @@ def project_swiglu(
     return _multiply(x, (gate, up), ops, form, norm=norm).x
 
 
+def project_swiglu_before(
+    down: AnyWeight, x: Stream, gate: AnyWeight, up: AnyWeight, ops: Ops, *, norm: Norm | None
+) -> ResidualStream:
+    """Return project_swiglu(x, gate, up), with what the product with `down` needs to know of it."""
+    form = _Form(values_of(x).dtype, swiglu=True)
+    return _multiply(x, (gate, up), ops, form, norm=norm, next_weight=down)
+
+
 def vocab_logits(hidden: jax.Array, lm_head: AnyWeight, ops: Ops) -> jax.Array:
     """Return float32 logits [..., vocab] of hidden [..., D].
 
@@ -221,7 +239,7 @@ def vocab_logits(hidden: jax.Array, lm_head: AnyWeight, ops: Ops) -> jax.Array:
 
 def add_projection(
     stream: Stream,
-    x: jax.Array,
+    x: Stream,
     weight: AnyWeight,
     ops: Ops,
     *,
@@ -240,7 +258,7 @@ def add_projection(
     normed already.
     """
     if ops.layers.size > 1:
-        partial = project_part(x, weight, ops)
+        partial = project_part(values_of(x), weight, ops)
         partial = partial if beside is None else partial + beside
         return add_to_stream(stream, partial, ops, bias=bias, next_norm=next_norm)
     if beside is not None:
@@ -257,7 +275,7 @@ def add_projection(
         x,
         (weight,),
         ops,
-        _Form(x.dtype),
+        _Form(values_of(x).dtype),
         residual=values_of(stream),
         next_gain=next_norm.gain if shared and next_norm is not None else None,
     )
@@ -305,10 +323,12 @@ def _multiply(
     norm: Norm | None = None,
     residual: jax.Array | None = None,
     next_gain: jax.Array | None = None,
+    next_weight: AnyWeight | None = None,
 ) -> ResidualStream:
     """Run the weights' op on (the norm of) x [batch, rows, depth].
 
-    See the matmul op for residual and next_gain.
+    See the matmul op for residual and next_gain. next_weight: of the product that follows gate and
+    up
     """
     stream = x if isinstance(x, ResidualStream) else ResidualStream(x)
     *shape, depth = stream.x.shape
@@ -352,11 +372,26 @@ def _multiply(
         transposed=operands.transposed,
         out_dtype=form.out_dtype,
     )
-    made = operands.multiply(inputs, quantised, implementation)
+    if _measures(rows + padding, operands, next_weight, ops, implementation):
+        out, largest = fp8_op.measured_swiglu(inputs, rows=quantised, implementation=implementation)
+        return ResidualStream(out[:rows].reshape(*shape, -1), largest=largest)
+    largest = stream.largest if norm is None else None
+    made = operands.multiply(inputs, quantised, largest, implementation)
     if not isinstance(made, tuple):
         return ResidualStream(made[:rows].reshape(*shape, -1))
     out, scaled, squares = made
     return ResidualStream(out[:rows].reshape(*shape, -1), DeferredNorm(scaled[:rows], squares))
+
+
+def _measures(
+    rows: int, operands: _Operands, next_weight: AnyWeight | None, ops: Ops, implementation: str
+) -> bool:
+    """Return whether a product finds the largest magnitudes in its result, for the one after it."""
+    if operands.kind is not Fp8Weight or not isinstance(next_weight, Fp8Weight):
+        return False
+    if ops.layers.size > 1:  # x may be another piece then
+        return False
+    return fp8_op.takes_largest(rows, next_weight, implementation)
 
 
 def _choose_backend(

@@ -33,14 +33,20 @@ __all__ = [
     "Product",
     "Rows",
     "fp8_matmul",
+    "measured_swiglu",
     "normed_rows",
     "quantise",
+    "takes_largest",
     "unsupported",
 ]
 
 
 def fp8_matmul(
-    inputs: Inputs[Fp8Weight], *, rows: Rows | None = None, implementation: str = "reference"
+    inputs: Inputs[Fp8Weight],
+    *,
+    rows: Rows | None = None,
+    largest: jax.Array | None = None,
+    implementation: str = "reference",
 ) -> jax.Array:
     """Return [x @ w for w in weights] side by side, as pallas_kernels.matmul does.
 
@@ -48,22 +54,54 @@ def fp8_matmul(
     are multiplied, sums are float32, and the scales of weights and rows multiply them: after the
     product, or after each 128 depths where blocks have scales. The result is cast to out_dtype.
 
-    rows: of normed_rows, in place of x
+    rows:    of normed_rows, in place of x
+    largest: of measured_swiglu, which has made x: the product then need not look for the largest
+             magnitudes, which changes no bits
 
     Raises ValueError for shapes that do not fit together and for inputs that the implementation
     does not support.
     """
+    if not _runs_kernel(inputs, implementation):
+        assert rows is None and largest is None
+        return reference.fp8_matmul(inputs)
+    from pallas_kernels.fp8_matmul import mosaic_gpu
+
+    return mosaic_gpu.fp8_matmul(inputs, rows, largest)[0]
+
+
+def measured_swiglu(
+    inputs: Inputs[Fp8Weight], *, rows: Rows | None = None, implementation: str
+) -> tuple[jax.Array, jax.Array]:
+    """Return fp8_matmul of gate and up, and the largest magnitudes in it, for the product after it.
+
+    The latter are float32 [tiles of columns, rows or more]. See takes_largest.
+    """
+    runs = _runs_kernel(inputs, implementation)
+    assert runs and inputs.swiglu and inputs.x.shape[0] <= plan.MAX_ROWS
+    from pallas_kernels.fp8_matmul import mosaic_gpu
+
+    out, largest = mosaic_gpu.fp8_matmul(inputs, rows, measures=True)
+    assert largest is not None
+    return out, largest
+
+
+def takes_largest(rows: int, weight: Fp8Weight, implementation: str) -> bool:
+    """Return whether a product with this weight takes what measured_swiglu finds in its rows."""
+    if implementation == "reference":
+        return False
+    from pallas_kernels.fp8_matmul import mosaic_gpu
+
+    return mosaic_gpu.takes_largest(rows, weight)
+
+
+def _runs_kernel(inputs: Inputs[Fp8Weight], implementation: str) -> bool:
+    """Return whether the kernel runs; raise ValueError for inputs that do not fit."""
     check(inputs)
-    assert rows is None or implementation != "reference"
 
     def reason() -> str | None:
         return hopper.missing() or unsupported(Product.of(inputs))
 
-    if not runs_kernel("fp8_matmul", implementation, reason):
-        return reference.fp8_matmul(inputs)
-    from pallas_kernels.fp8_matmul import mosaic_gpu
-
-    return mosaic_gpu.fp8_matmul(inputs, rows)
+    return runs_kernel("fp8_matmul", implementation, reason)
 
 
 def unsupported(product: Product) -> str | None:

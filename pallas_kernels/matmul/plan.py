@@ -18,7 +18,8 @@ after a float32 result. The kernel after any other product would occupy whatever
 crowd into few GPCs. A product with a bias is float32 too, but XLA's sum after it is not launched
 early. Two kinds of o follow the rule though their kernel before differs, unmeasured: that of
 latent attention follows head_matmul, which does not launch it early; one with a bias has no
-residual sum here but follows attention.
+residual sum here but follows attention. In fp8 all products take their weights first; o and down of
+more than eight rows follow a kernel that quantises them.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ MOST_IN_PARTS = 256  # rows of quantised products that are multiplied MAX_ROWS a
 MAX_NORM_WIDTH = 1024
 MAX_SMEM = 227 * 1024
 TILE_N = 64  # output columns of a tile: wgmma's M
+WARPS = 4  # of a warpgroup
 REDUCTION_BYTES = 1024  # for sums across warps
 RESIDENT_BYTES = 72 * 1024  # x up to this size stays in shared memory; a larger one streams
 SPLIT = 2  # CTAs for a tile where tiles are few and deep; 1 for none
@@ -52,7 +54,9 @@ class Product:
     """Static description of a product: shapes, dtypes, and what is fused with it.
 
     x, weights: see Inputs; only shapes and dtypes are read. residual, normed, norms: whether the
-    inputs have residual, squares and gain. swiglu, transposed, out_dtype: see Inputs.
+    inputs have residual, squares and gain. swiglu, transposed, out_dtype: see Inputs. quantises:
+    whether the kernel makes codes of x. measures: whether each tile of the result comes with the
+    largest magnitude of each row.
     """
 
     x: Shaped
@@ -63,6 +67,8 @@ class Product:
     swiglu: bool = False
     transposed: bool = False
     out_dtype: DTypeLike = jnp.bfloat16
+    quantises: bool = False
+    measures: bool = False
 
     @classmethod
     def of(cls, inputs: Inputs) -> Product:
@@ -232,7 +238,9 @@ def smem_bytes(product: Product, tuning: Tuning) -> int:
     # Small arrays take 1 KB, where the next one may start.
     out += 1024 if product.normed and tuning.warpgroups > 1 else 0
     out += TILE_N * padded * 2 + 2 * 1024 if product.norms else 0
-    reduction = REDUCTION_BYTES if product.normed or product.norms else 0
+    out += 1024 * (product.quantises + product.measures)
+    sums = product.normed or product.norms or product.measures
+    reduction = REDUCTION_BYTES if sums else 0
     return x + ring + partial_sums + out + reduction + 1024
 
 

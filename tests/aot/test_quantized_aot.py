@@ -3,6 +3,7 @@ the weights where they are."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import re
 from typing import Any
@@ -39,13 +40,37 @@ def compiled(
 @pytest.mark.parametrize(
     "name", [n for n, s in FP8.items() if s.rows in (1, 16, 64) and s.depth % 1024 == 0]
 )
-def test_fp8_compiles_to_two_kernels_without_spills(name: str) -> None:
-    """One quantises the rows."""
-    inputs = jax.eval_shape(lambda: make_fp8(FP8[name], 0))
+def test_fp8_compiles_to_two_kernels_or_one_without_spills(name: str) -> None:
+    """One quantises the rows, unless the product quantises few rows itself."""
+    shape = FP8[name]
+    inputs = jax.eval_shape(lambda: make_fp8(shape, 0))
     hlo, found = compiled(fp8_matmul.fp8_matmul, inputs)
-    assert found == [(0, 0, 0)] * 2, f"expected two kernels without spills, got {found}"
-    assert hlo.count(" custom-call(") == 2, hlo
+    kernels = 1 if shape.rows == 1 and shape.form != "block" else 2
+    assert found == [(0, 0, 0)] * kernels, f"expected {kernels} without spills, got {found}"
+    assert hlo.count(" custom-call(") == kernels, hlo
     assert not [line for line in re.findall(OTHER_WORK, hlo) if "f8e4m3fn[" in line], hlo
+
+
+@pytest.mark.parametrize("rows", [1, 4, 5, 8])
+def test_few_rows_between_gate_and_down_take_no_kernel_of_their_own(rows: int) -> None:
+    gate_up, down = (
+        jax.eval_shape(lambda s=s: make_fp8(dataclasses.replace(s, rows=rows), 0))
+        for s in (FP8[f"llama-3-8b {n} channel rows 1"] for n in ("gate_up", "down"))
+    )
+
+    def run(first: Any, second: Any, *, implementation: str) -> Any:
+        x, largest = fp8_matmul.measured_swiglu(first, implementation=implementation)
+        return fp8_matmul.fp8_matmul(
+            dataclasses.replace(second, x=x), largest=largest, implementation=implementation
+        )
+
+    with h200.ptxas_report() as report:
+        hlo = h200.compile_for_h200(
+            lambda *a: run(*a, implementation="mosaic_gpu"), gate_up, down
+        ).as_text()
+        assert h200.stack_and_spills(report()) == [(0, 0, 0)] * 2
+    assert hlo.count(" custom-call(") == 2, hlo
+    assert not [line for line in re.findall(OTHER_WORK, hlo) if "[]" not in line], hlo
 
 
 def test_cublas_multiplies_parts_of_the_depth_at_once_and_copies_no_weight() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -16,9 +17,11 @@ from pallas_kernels.fp8_matmul import (
     Fp8Weight,
     Inputs,
     fp8_matmul,
+    measured_swiglu,
     normed_rows,
     quantise,
     reference,
+    takes_largest,
 )
 from pallas_kernels.rms_norm import rms_norm
 from tests.kernels.interpreter import interpreted, needs_mosaic
@@ -260,3 +263,187 @@ def test_a_norm_and_its_codes_are_those_of_the_two_one_by_one(activation: Any) -
     assert (np.abs(got - exact) <= np.abs(exact) / 8 + 1e-9).all()
     same = np.asarray(rows.codes.view(jnp.uint8)) == np.asarray(expected.codes.view(jnp.uint8))
     assert same.mean() > 0.9
+
+
+def bits(x: Any) -> np.ndarray:
+    """The result as integers, so that NaN equals itself."""
+    return np.asarray(x).view(np.uint16 if x.dtype == jnp.bfloat16 else np.uint32)
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """The kernels that are traced, in turn."""
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    run, seen = plgpu.kernel, []
+    jax.clear_caches()
+
+    def note(body: Any, **options: Any) -> Any:
+        seen.append(options["kernel_name"])
+        return run(body, **options)
+
+    monkeypatch.setattr(plgpu, "kernel", note)
+    yield seen
+
+
+def separate(inputs: Inputs[Fp8Weight]) -> jax.Array:
+    """The product after the kernel that quantises its rows."""
+    from pallas_kernels.fp8_matmul import mosaic_gpu
+
+    first = inputs.weights[0]
+    rows = mosaic_gpu.quantise(inputs.x, first.activation, first.activation_scale)
+    return fp8_matmul(inputs, rows=rows, implementation="mosaic_gpu")
+
+
+def residual_of(rows: int, width: int) -> jax.Array:
+    return jax.random.normal(jax.random.key(rows), (rows, width), jnp.bfloat16)
+
+
+# Depth, width, and whether the kernel before has measured the rows.
+OWN = {
+    "one step a warpgroup": (1024, 64, False),
+    "two CTAs a tile": (4096, 64, False),
+    "two CTAs, an odd number of steps": (5120, 128, False),
+    "several tiles a CTA": (1024, 133 * 64, False),
+    "measured": (4096, 64, True),
+}
+
+
+@needs_mosaic
+@pytest.mark.parametrize("form", ["channel", "static"])
+@pytest.mark.parametrize("rows", [1, 4, 6])
+@pytest.mark.parametrize("name", OWN)
+def test_a_product_that_quantises_its_rows_has_the_bits_of_two_kernels(
+    name: str, rows: int, form: str, kernels: list[str]
+) -> None:
+    depth, width, is_measured = OWN[name]
+    if is_measured and form == "static":
+        pytest.skip("a scale that is known needs no measure")
+    if width > 128 and (rows != 4 or form == "static"):
+        pytest.skip("slow")
+    x = rows_of(rows, rows, depth, jnp.bfloat16)
+    inputs = Inputs(
+        x=x, weights=(fp8_weight(0, width, depth, form),), residual=residual_of(rows, width)
+    )
+    largest = None
+    if is_measured:
+        tiles = jnp.max(jnp.abs(x.astype(jnp.float32)).reshape(rows, -1, 64), axis=2)
+        largest = jnp.pad(tiles.T, ((0, 0), (0, 8 - rows)), constant_values=jnp.nan)
+    with interpreted():
+        expected = separate(inputs)
+        assert any(kernel.startswith("quantise") for kernel in kernels)
+        kernels.clear()
+        got = fp8_matmul(inputs, largest=largest, implementation="mosaic_gpu")
+    assert kernels == [f"fp8_matmul_{depth}x{width}_quantised_residual"]
+    np.testing.assert_array_equal(bits(got), bits(expected))
+    assert_close(inputs, got)
+
+
+@needs_mosaic
+@pytest.mark.parametrize("rows", [9, 16, 40, 64])
+def test_more_rows_are_quantised_by_a_kernel_of_their_own(rows: int, kernels: list[str]) -> None:
+    weight = fp8_weight(0, 64, 1024, "channel")
+    inputs = Inputs(x=rows_of(0, 64, 1024, jnp.bfloat16), weights=(weight,))
+    padded = -(-rows // 8) * 8
+    with interpreted():
+        many = fp8_matmul(inputs.take_rows(0, padded), implementation="mosaic_gpu")
+        assert kernels[0].startswith("quantise") and len(kernels) == 2
+        few = fp8_matmul(inputs.take_rows(0, 8), implementation="mosaic_gpu")
+        assert kernels[2:] == ["fp8_matmul_1024x64_quantised"]
+        for row in (0, 3):
+            alone = fp8_matmul(inputs.take_rows(row, row + 1), implementation="mosaic_gpu")
+            np.testing.assert_array_equal(bits(alone), bits(many[row : row + 1]))
+    np.testing.assert_array_equal(bits(few), bits(many[:8]))
+
+
+@needs_mosaic
+@pytest.mark.parametrize("measured", [False, True])
+def test_rows_that_a_product_quantises_saturate_and_keep_nan_to_themselves(measured: bool) -> None:
+    """A row of NaN, one with infinity, the largest bfloat16, the smallest, and zeros."""
+    depth = 1024
+    x = np.asarray(rows_of(0, 8, depth, jnp.float32)).copy()
+    x[1, 700], x[2, 900] = np.nan, np.inf
+    x[3], x[4] = 3.3895314e38, 9.2e-41
+    x[5, ::2] = -0.0
+    x[6] = 0.0
+    rows = jnp.asarray(x, jnp.bfloat16)
+    inputs = Inputs(x=rows, weights=(fp8_weight(0, 64, depth, "channel"),))
+    largest = None
+    if measured:
+        largest = jnp.max(jnp.abs(rows.astype(jnp.float32)).reshape(8, -1, 64), axis=2).T
+    static = dataclasses.replace(inputs, weights=(fp8_weight(0, 64, depth, "static"),))
+    with interpreted():
+        got = fp8_matmul(inputs, largest=largest, implementation="mosaic_gpu")
+        np.testing.assert_array_equal(bits(got), bits(separate(inputs)))
+        is_nan = np.isnan(np.asarray(got, np.float32))
+        assert is_nan[1].all() and not is_nan[[0, 3, 4, 5, 6, 7]].any()
+        got = fp8_matmul(static, implementation="mosaic_gpu")
+        np.testing.assert_array_equal(bits(got), bits(separate(static)))
+        assert np.isfinite(np.asarray(got, np.float32)[[2, 3]]).all()  # at 448
+
+
+@needs_mosaic
+@pytest.mark.parametrize("measured", [False, True])
+def test_a_scale_is_found_wherever_in_the_row_its_value_lies(measured: bool) -> None:
+    """A warp looks at an eighth of each row, or at a quarter of one that is measured."""
+    depth = 1024
+    x = jax.random.normal(jax.random.key(0), (8, depth), jnp.float32)
+    x = x.at[jnp.arange(8), 100 + 128 * jnp.arange(8)].set(-50.0 - jnp.arange(8.0))
+    rows = x.astype(jnp.bfloat16)
+    inputs = Inputs(x=rows, weights=(fp8_weight(0, 64, depth, "channel"),))
+    largest = None
+    if measured:
+        largest = jnp.max(jnp.abs(rows.astype(jnp.float32)).reshape(8, -1, 64), axis=2).T
+    with interpreted():
+        got = fp8_matmul(inputs, largest=largest, implementation="mosaic_gpu")
+        np.testing.assert_array_equal(bits(got), bits(separate(inputs)))
+
+
+@needs_mosaic
+@pytest.mark.parametrize("rows", [1, 3, 8])
+@pytest.mark.parametrize("width", [1024, 2048])
+def test_gate_and_up_measure_the_rows_that_down_quantises(
+    rows: int, width: int, kernels: list[str]
+) -> None:
+    weights = fp8_weight(0, width, 256, "channel"), fp8_weight(1, width, 256, "channel")
+    gate_up = Inputs(x=rows_of(0, rows, 256, jnp.bfloat16), weights=weights, swiglu=True)
+    weight = fp8_weight(2, 64, width, "channel")
+    assert takes_largest(rows, weight, "mosaic_gpu")
+    with interpreted():
+        alone = fp8_matmul(gate_up, implementation="mosaic_gpu")
+        inner, largest = measured_swiglu(gate_up, implementation="mosaic_gpu")
+        np.testing.assert_array_equal(bits(inner), bits(alone))
+        expected = jnp.abs(inner.astype(jnp.float32)).reshape(rows, -1, 64).max(axis=2)
+        np.testing.assert_array_equal(largest[:, :rows].T, expected)
+        down = Inputs(x=inner, weights=(weight,), residual=residual_of(rows, 64))
+        kernels.clear()
+        got = fp8_matmul(down, largest=largest, implementation="mosaic_gpu")
+        assert len(kernels) == 1
+        np.testing.assert_array_equal(bits(got), bits(separate(down)))
+
+
+@pytest.mark.parametrize(
+    ("rows", "depth", "width", "form", "expected"),
+    [
+        (1, 14336, 4096, "channel", True),
+        (8, 14336, 4096, "channel", True),
+        (9, 14336, 4096, "channel", False),  # too many reads of the L2 cache
+        (4, 14336, 4096, "block", False),
+        (4, 14336, 4096, "static", False),  # its scale is known
+        (4, 18944, 3584, "channel", False),  # no steps of 256
+        (4, 28672, 8192, "channel", False),  # rows do not fit
+    ],
+)
+@needs_mosaic
+def test_products_that_take_what_gate_and_up_measure(
+    rows: int, depth: int, width: int, form: str, expected: bool
+) -> None:
+    weight = jax.eval_shape(lambda: fp8_weight(0, 64, 256, form))
+    scales = {"channel": (width,), "block": (width // 128, depth // 128), "static": ()}[form]
+    weight = dataclasses.replace(
+        weight,
+        codes=jax.ShapeDtypeStruct((width, depth), jnp.float8_e4m3fn),
+        scales=jax.ShapeDtypeStruct(scales, jnp.float32),
+    )
+    assert takes_largest(rows, weight, "mosaic_gpu") == expected
+    assert not takes_largest(rows, weight, "reference")

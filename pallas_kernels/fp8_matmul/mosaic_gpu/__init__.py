@@ -1,8 +1,9 @@
 """Products with fp8 weights on Hopper: the bfloat16 kernel of few rows with half of the bytes.
 
-A kernel quantises the rows. The product then streams codes [out, in] as they are stored, through
-the rings and clusters of pallas_kernels/matmul, and multiplies codes by codes (wgmma of e4m3). The
-scales multiply float32 sums: in the epilogue, or after each 128 depths where blocks have scales.
+A kernel quantises the rows, or the product itself if they are at most eight. The product streams
+codes [out, in] as they are stored, through the rings and clusters of pallas_kernels/matmul, and
+multiplies codes by codes (wgmma of e4m3). The scales multiply float32 sums: in the epilogue, or
+after each 128 depths where blocks have scales.
 
 Hopper's tensor cores keep about 14 bits of a sum of fp8 products. So a sum ends after 128 depths,
 and registers add it to the others in float32 (DeepSeek-V3 technical report, section 3.3.2).
@@ -14,6 +15,7 @@ at a time.
 The order of summation of few rows depends on the weights alone (pallas_kernels/matmul/plan.py).
 
     quantise.py     rows in fp8
+    own_rows.py     few rows that the product quantises itself
     product.py      the product
 """
 
@@ -24,26 +26,59 @@ import jax.numpy as jnp
 
 from pallas_kernels.fp8_matmul import reference
 from pallas_kernels.fp8_matmul import rows as plain
-from pallas_kernels.fp8_matmul.mosaic_gpu.product import multiply
+from pallas_kernels.fp8_matmul.mosaic_gpu import own_rows
+from pallas_kernels.fp8_matmul.mosaic_gpu.product import multiply, product_of
 from pallas_kernels.fp8_matmul.mosaic_gpu.quantise import quantise, takes
 from pallas_kernels.fp8_matmul.rows import Rows
 from pallas_kernels.fp8_matmul.weight import Fp8Weight
 from pallas_kernels.matmul.inputs import Inputs
-from pallas_kernels.matmul.plan import MAX_ROWS, MOST_IN_PARTS
+from pallas_kernels.matmul.plan import MAX_ROWS, MOST_IN_PARTS, Product
 
 
-def fp8_matmul(inputs: Inputs[Fp8Weight], rows: Rows | None = None) -> jax.Array:
-    """Run the op; see pallas_kernels.fp8_matmul.fp8_matmul."""
-    weight = inputs.weights[0]
+def fp8_matmul(
+    inputs: Inputs[Fp8Weight],
+    rows: Rows | None = None,
+    largest: jax.Array | None = None,
+    *,
+    measures: bool = False,
+) -> tuple[jax.Array, jax.Array | None]:
+    """Run the op; see pallas_kernels.fp8_matmul.fp8_matmul.
+
+    measures: of few rows, return the largest magnitudes in the result as well, not None
+    """
+    weight, count = inputs.weights[0], inputs.x.shape[0]
+    if rows is None and quantises(Product.of(inputs), measured=largest is not None):
+        return multiply(None, inputs, largest, measures=measures)
     if rows is None:
         run = quantise if takes(inputs.x.shape[1]) else plain.quantise
         rows = run(inputs.x, weight.activation, weight.activation_scale)
-    count = inputs.x.shape[0]
     if count <= MAX_ROWS:
-        return multiply(rows, inputs)
+        return multiply(rows, inputs, measures=measures)
+    assert not measures
     if rows.scales.ndim < 2 or count > MOST_IN_PARTS:
-        return reference.multiply(rows, inputs)
+        return reference.multiply(rows, inputs), None
     parts = [(start, min(start + MAX_ROWS, count)) for start in range(0, count, MAX_ROWS)]
-    return jnp.concatenate(
-        [multiply(rows.take_rows(*part), inputs.take_rows(*part)) for part in parts]
-    )
+    made = [multiply(rows.take_rows(*part), inputs.take_rows(*part))[0] for part in parts]
+    return jnp.concatenate(made), None
+
+
+def quantises(product: Product, *, measured: bool) -> bool:
+    """Return whether a product of Fp8Weights quantises rows that are no codes yet.
+
+    measured: whether the product before it has stored their largest magnitudes
+    """
+    weight = product.weights[0]
+    assert isinstance(weight, Fp8Weight)
+    if weight.activation == "block" or product.rows > MAX_ROWS:
+        return False
+    own = product_of(product, quantises=True)
+    return own_rows.unfit(own, has_scales=measured or weight.activation == "static") is None
+
+
+def takes_largest(rows: int, weight: Fp8Weight) -> bool:
+    """Return whether a product with this weight takes `largest` of the product before it."""
+    if weight.activation != "token" or not own_rows.measured(weight.depth):
+        return False
+    x = jax.ShapeDtypeStruct((rows, weight.depth), jnp.bfloat16)
+    inputs = Inputs(x=x, weights=(weight,))  # type: ignore[arg-type]
+    return quantises(Product.of(inputs), measured=True)

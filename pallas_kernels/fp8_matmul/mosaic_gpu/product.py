@@ -12,6 +12,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.fp8_matmul.mosaic_gpu import own_rows
 from pallas_kernels.fp8_matmul.rows import Rows
 from pallas_kernels.fp8_matmul.weight import BLOCK, Fp8Weight
 from pallas_kernels.lowered_once import lowered_once
@@ -22,7 +23,7 @@ from pallas_kernels.matmul.mosaic_gpu.memory import results_of, scratch_of
 from pallas_kernels.matmul.mosaic_gpu.ring import Ring
 from pallas_kernels.matmul.mosaic_gpu.sizes import Operands, Results, Scratch, Sizes
 from pallas_kernels.matmul.mosaic_gpu.tile_sum import add_up
-from pallas_kernels.matmul.plan import TILE_N, Product, Tuning, choose_tuning
+from pallas_kernels.matmul.plan import REDUCTION_BYTES, TILE_N, Product, Tuning, choose_tuning
 from pallas_kernels.mosaic import load
 from pallas_kernels.types import Accumulator, Index, Ref
 
@@ -33,14 +34,14 @@ class Scales(NamedTuple, Generic[T]):
     """Scales of the operands, float32.
 
     weights: for each weight [out], [], or [out / 128, in / 128]
-    rows:    [padded rows], [], or by depth, [in / 128, padded rows]
+    rows:    [padded rows], [], or by depth, [in / 128, padded rows]; None: the kernel finds them
     """
 
     weights: tuple[T, ...]
-    rows: T
+    rows: T | None
 
 
-def product_of(product: Product) -> Product:
+def product_of(product: Product, *, quantises: bool = False, measures: bool = False) -> Product:
     """Return the product of codes that a product of Fp8Weights makes."""
     weights = [weight for weight in product.weights if isinstance(weight, Fp8Weight)]
     return Product(
@@ -50,28 +51,53 @@ def product_of(product: Product) -> Product:
         swiglu=product.swiglu,
         transposed=True,
         out_dtype=product.out_dtype,
+        quantises=quantises,
+        measures=measures,
     )
 
 
 # Compiled as a function of its own, so that layers and programs share one kernel.
-@lowered_once(static_argnames="tuning")
-def multiply(rows: Rows, inputs: Inputs[Fp8Weight], *, tuning: Tuning | None = None) -> jax.Array:
-    """Return the op's result from quantised rows."""
-    product = product_of(Product.of(inputs))
+@lowered_once(static_argnames=("measures", "tuning"))
+def multiply(
+    rows: Rows | None,
+    inputs: Inputs[Fp8Weight],
+    largest: jax.Array | None = None,
+    *,
+    measures: bool = False,
+    tuning: Tuning | None = None,
+) -> tuple[jax.Array, jax.Array | None]:
+    """Return the op's result from quantised rows, and the largest magnitudes in it.
+
+    rows:     None: the kernel quantises inputs.x
+    largest:  see own_rows.Values
+    measures: return float32 [tiles, padded rows] as well, not None
+    """
+    product = product_of(Product.of(inputs), quantises=rows is None, measures=measures)
     tuning = tuning or choose_tuning(product)
     assert tuning is not None  # the public op has checked `unsupported`
     sizes = Sizes(product, tuning)
     codes = tuple(weight.codes for weight in inputs.weights)
-    operands = Operands(rows.codes, codes, None, inputs.residual, None)
-    by_row = rows.scales
-    missing = sizes.padded - by_row.shape[-1] if by_row.ndim else 0
-    if missing:  # XLA has quantised the rows
+    x = None if rows is None else rows.codes
+    operands = Operands(x, codes, None, inputs.residual, None)
+    values = None
+    if rows is None:
+        by_row = inputs.weights[0].activation_scale
+        values = own_rows.values_of(sizes, inputs.x, largest, has_scale=by_row is not None)
+    else:
+        by_row = rows.scales
+    if by_row is not None and by_row.ndim and by_row.shape[-1] < sizes.padded:
+        # XLA has quantised the rows.
+        missing = sizes.padded - by_row.shape[-1]
         by_row = jnp.pad(by_row, ((0, 0),) * (by_row.ndim - 1) + ((0, missing),))
     by_column = tuple(weight.scales for weight in inputs.weights)
     scales = Scales(by_column, by_row)
     # A kernel reads no array without axes.
     scales = jax.tree.map(lambda scale: scale if scale.ndim else scale[None], scales)
-    return _kernel(sizes, operands)(operands, scales)[0].out
+    scratch = scratch_of(sizes, operands)
+    if values is not None:
+        scratch = own_rows.with_scratch(scratch, sizes, values)
+    (results,) = _kernel(sizes, scratch)(operands, scales, values)
+    return results.out, results.largest
 
 
 @dataclass(frozen=True)
@@ -102,7 +128,7 @@ class _Sum:
             _, depths, slot = ring.place(turn)
             factors = [self.block_factors(depths.start + i * self.depth) for i in range(chunks)]
             plgpu.barrier_wait(scratch.full.at[slot])
-            x = scratch.x.at[ring.step_of_cta(number) if sizes.resident else slot]
+            x = scratch.x.at[ring.resident_step(number) if sizes.resident else slot]
 
             def accumulate(*accumulators: Accumulator) -> list[jax.Array]:
                 for i, acc in enumerate(accumulators):
@@ -139,7 +165,7 @@ class _Sum:
         weights, rows = self.scales
         block = lax.div(jnp.int32(depth), BLOCK)
         by_row = None
-        if len(rows.shape) == 2:
+        if rows is not None and len(rows.shape) == 2:
             by_row = load(rows.at[block], LAYOUT.reduce(0), optimized=False)
         factors: list[jax.Array | None] = []
         for weight in weights:
@@ -165,6 +191,8 @@ class _Sum:
                 factors.append(weight[0])
             else:
                 factors.append(load(weight.at[columns], LAYOUT.reduce(1), optimized=False))
+        if rows is None:
+            rows = own_rows.row_scales(self.ring.sizes, self.ring.scratch)
         if len(rows.shape) == 2:
             return factors, None
         if rows.shape == (1,):
@@ -172,13 +200,17 @@ class _Sum:
         return factors, load(rows, LAYOUT.reduce(0), optimized=False)
 
 
-def _kernel(sizes: Sizes, operands: Operands[jax.Array]):
-    """Return the kernel for these operands."""
+def _kernel(sizes: Sizes, memory: Scratch[pl.MemoryRef]):
+    """Return the kernel with this scratch memory."""
     product, tuning = sizes.product, sizes.tuning
     shape = TILE_N, sizes.padded
 
     def body(
-        operands: Operands[Ref], scales: Scales[Ref], results: Results[Ref], scratch: Scratch[Ref]
+        operands: Operands[Ref],
+        scales: Scales[Ref],
+        values: own_rows.Values[Ref] | None,
+        results: Results[Ref],
+        scratch: Scratch[Ref],
     ) -> None:
         block, wg = lax.axis_index("block"), lax.axis_index("wg")
         part = lax.axis_index(cluster_sum.AXIS) if tuning.split > 1 else 0
@@ -189,12 +221,16 @@ def _kernel(sizes: Sizes, operands: Operands[jax.Array]):
         tiles_here = lax.div(sizes.num_tiles - 1 - block, sizes.blocks) + 1
         turns = sizes.steps * tiles_here
 
-        # The kernel before quantises the rows, and is short.
+        # The kernel before is short, or launches this one early.
         ring.fill_weights(turns)
         if sizes.pdl:
             plgpu.griddepcontrol_wait()  # weights do not depend on the kernel before; x does
-        ring.fill_x(turns)
-        ring.await_x()
+        if values is None:
+            ring.fill_x(turns)
+            ring.await_x()
+        else:
+            known = None if scales.rows is None else scales.rows[0]
+            own_rows.quantise(ring, values, known)
 
         @pl.loop(0, tiles_here)
         def _tile(index: jax.Array) -> None:
@@ -218,7 +254,11 @@ def _kernel(sizes: Sizes, operands: Operands[jax.Array]):
 
         plgpu.wait_smem_to_gmem(0)
 
-    fused = {"swiglu": product.swiglu, "residual": product.residual}
+    fused = {
+        "quantised": product.quantises,
+        "swiglu": product.swiglu,
+        "residual": product.residual,
+    }
     names = [n for n, present in fused.items() if present]
     return plgpu.kernel(
         body,
@@ -233,7 +273,10 @@ def _kernel(sizes: Sizes, operands: Operands[jax.Array]):
         num_threads=tuning.warpgroups,
         thread_name="wg",
         kernel_name="_".join([f"fp8_matmul_{product.depth}x{product.width}", *names]),
-        scratch_types=[scratch_of(sizes, operands)],
+        scratch_types=[memory],
+        compiler_params=plgpu.CompilerParams(
+            reduction_scratch_bytes=REDUCTION_BYTES if product.measures else 0
+        ),
     )
 
 

@@ -89,13 +89,10 @@ def _quantise(
             scales.at[:, row][...] = divisors
             divisor = plgpu.layout_cast(lax.broadcast_in_dim(divisors, shape, [0]), layout)
         else:
-            largest = jnp.max(jnp.abs(values))
-            divisor = jnp.where(
-                largest == 0, jnp.float32(1), _divide(largest, jnp.float32(LARGEST))
-            )
+            divisor = scale_of(jnp.max(jnp.abs(values)))
             if scales is not None:
                 scales[row] = divisor
-        codes.at[row][...] = jnp.clip(_divide(values, divisor), -LARGEST, LARGEST).astype(DTYPE)
+        codes.at[row][...] = scaled(values, divisor).astype(DTYPE)
 
     # The product of few rows reads whole tiles of scales. Those past the last row are not written.
     padded = padded_rows(rows) if rows <= MAX_ROWS else rows
@@ -118,6 +115,16 @@ def _quantise(
     )
     codes, made = call(*arrays)
     return codes.reshape(rows, depth), made if scale is None else scale
+
+
+def scale_of(largest: jax.Array) -> jax.Array:
+    """Return the scale of a row, float32 [], from its largest magnitude."""
+    return jnp.where(largest == 0, jnp.float32(1), _divide(largest, jnp.float32(LARGEST)))
+
+
+def scaled(values: jax.Array, scale: jax.Array) -> jax.Array:
+    """Return float32 values over their scale, which only have to be rounded to codes."""
+    return jnp.clip(_divide(values, scale), -LARGEST, LARGEST)
 
 
 def _divide(x: jax.Array, divisor: jax.Array) -> jax.Array:

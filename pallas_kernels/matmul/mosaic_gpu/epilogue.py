@@ -84,6 +84,8 @@ def finish(
         scaled = value * lax.broadcast_in_dim(gain, value.shape, [0])
         scratch.scaled.transpose((1, 0))[...] = scaled.astype(out_dtype)
         scratch.squares[...] = jnp.sum(value * value, axis=0)
+    if scratch.largest is not None:
+        scratch.largest[...] = jnp.max(jnp.abs(total.astype(jnp.float32)), axis=0)
     if scratch.halves is not None:
         # Only 16-bit values can be stored transposed: store the halves, and join them by row.
         bits = lax.bitcast_convert_type(total, jnp.uint32)
@@ -101,3 +103,5 @@ def finish(
         plgpu.copy_smem_to_gmem(scratch.scaled, results.scaled.at[here])
     if scratch.squares is not None and results.squares is not None:
         plgpu.copy_smem_to_gmem(scratch.squares, results.squares.at[tile])
+    if scratch.largest is not None and results.largest is not None:
+        plgpu.copy_smem_to_gmem(scratch.largest, results.largest.at[tile])

@@ -21,17 +21,22 @@ def results_of(sizes: Sizes) -> Results[jax.ShapeDtypeStruct]:
         out=out,
         scaled=out if product.norms else None,
         squares=squares if product.norms else None,
+        largest=jax.ShapeDtypeStruct((sizes.num_tiles, sizes.padded), jnp.float32)
+        if product.measures
+        else None,
         shares=cluster_sum.outputs(sizes),
     )
 
 
-def scratch_of(sizes: Sizes, operands: Operands[jax.Array]) -> Scratch[pl.MemoryRef]:
-    """Return the scratch memory of a CTA."""
+def scratch_of(
+    sizes: Sizes, operands: Operands[jax.Array] | Operands[jax.Array | None]
+) -> Scratch[pl.MemoryRef]:
+    """Return the scratch memory of a CTA, but for what a product that quantises adds."""
     product, tuning, padded, slots = sizes.product, sizes.tuning, sizes.padded, sizes.slots
     tile_k, others = tuning.tile_k, tuning.warpgroups - 1
     x_steps = sizes.part_depth // tile_k if sizes.resident else slots
     w_tile = (TILE_N, tile_k) if product.transposed else (tile_k, TILE_N)
-    dtype, out_dtype = operands.x.dtype, product.out_dtype
+    dtype, out_dtype = product.x.dtype, product.out_dtype
     # A product of fp8 has transposed weights, and rows of 64 bytes where a step is as shallow.
     swizzle = min(128, tile_k * dtype.itemsize)
     tile = (8, swizzle // dtype.itemsize)
@@ -49,10 +54,13 @@ def scratch_of(sizes: Sizes, operands: Operands[jax.Array]) -> Scratch[pl.Memory
         gain=None if gain is None else plgpu.SMEM((TILE_N,), gain.dtype),
         scaled=None if gain is None else plgpu.SMEM((padded, TILE_N), out_dtype),
         squares=None if gain is None else plgpu.SMEM((padded,), jnp.float32),
+        largest=plgpu.SMEM((padded,), jnp.float32) if product.measures else None,
+        by_warp=None,
         full=plgpu.Barrier(num_barriers=slots, num_arrivals=copies),
         x_ready=plgpu.Barrier(num_barriers=others + 1, num_arrivals=sizes.steps)
-        if sizes.resident
+        if sizes.resident and not product.quantises
         else None,
+        measured=None,
         done=plgpu.Barrier(num_arrivals=others) if others else None,
         taken=plgpu.Barrier(num_barriers=others) if others else None,
         residual_ready=None if residual is None else plgpu.Barrier(),

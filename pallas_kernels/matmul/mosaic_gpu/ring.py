@@ -43,6 +43,10 @@ class Ring:
         stripe = lax.div(step, count) * self.sizes.tuning.warpgroups + self.wg
         return stripe * count + lax.rem(step, count)
 
+    def resident_step(self, step: Index) -> Index:
+        """Return the place of this warpgroup's step in a resident x: a warpgroup's lie together."""
+        return self.wg * self.sizes.steps + step
+
     def depth_of(self, step: jax.Array) -> Slice:
         """Return the part of the depth of a step, counted over the CTA's warpgroups."""
         tile_k = self.sizes.tuning.tile_k
@@ -87,10 +91,9 @@ class Ring:
         # A warpgroup loads and multiplies the same steps: warpgroups need not wait for each other.
         @pl.loop(0, self.sizes.steps)
         def _load(i: jax.Array) -> None:
-            step = self.step_of_cta(i)
-            source = self.operands.x.at[self.all_rows, self.depth_of(step)]
+            source = self.operands.x.at[self.all_rows, self.depth_of(self.step_of_cta(i))]
             barrier = self.scratch.x_ready.at[self.wg]
-            plgpu.copy_gmem_to_smem(source, self.scratch.x.at[step], barrier)
+            plgpu.copy_gmem_to_smem(source, self.scratch.x.at[self.resident_step(i)], barrier)
 
     def await_x(self) -> None:
         """Wait for a resident x."""

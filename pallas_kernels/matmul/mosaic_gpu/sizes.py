@@ -30,12 +30,14 @@ class Results(NamedTuple, Generic[T]):
     out:     [rows, width]
     scaled:  [rows, width], out times the gain; with a gain
     squares: float32 [num_pieces, padded rows], sums of out's squares; with a gain
+    largest: float32 [tiles, padded rows], largest magnitudes of out; of a product that measures
     shares:  of cluster_sum.outputs; in the interpreter
     """
 
     out: T
     scaled: T | None
     squares: T | None
+    largest: T | None
     shares: T | None
 
 
@@ -51,9 +53,13 @@ class Scratch(NamedTuple, Generic[T]):
     scale:    the norm's factor of each row
     scaled:   a tile of the result times the gain
     squares:  sums of a tile's squares
+    largest:  largest magnitudes of a tile
+    by_warp:  of a product that quantises: the largest magnitudes of x that each warp has seen, and
+              last the rows' scales
 
     full:           for each slot of the rings: its copies have arrived
     x_ready:        for each warpgroup: its part of a resident x has arrived
+    measured:       by_warp is complete
     done, taken:    partial sums are there; and may be overwritten
     residual_ready, gain_ready: the tile has arrived
     received:       of cluster_sum.scratch
@@ -69,8 +75,11 @@ class Scratch(NamedTuple, Generic[T]):
     gain: T | None
     scaled: T | None
     squares: T | None
+    largest: T | None
+    by_warp: T | None
     full: Barrier
     x_ready: Barrier
+    measured: Barrier
     done: Barrier
     taken: Barrier
     residual_ready: Barrier

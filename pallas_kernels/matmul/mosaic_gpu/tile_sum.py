@@ -33,7 +33,7 @@ def multiply(ring: Ring, index: jax.Array, turns: jax.Array) -> Sequence[jax.Arr
             turn = step + index * steps
             slot = wg * stages + lax.rem(turn, stages)
             plgpu.barrier_wait(scratch.full.at[slot])
-            x = scratch.x.at[ring.step_of_cta(step) if sizes.resident else slot]
+            x = scratch.x.at[ring.resident_step(step) if sizes.resident else slot]
             x_tile = x.transpose((1, 0))
             for i, acc in enumerate(accumulators):
                 w = scratch.w.at[slot, i]
