@@ -1,4 +1,4 @@
-"""Quantise a checkpoint: a target in the compressed-tensors format, which vLLM loads, or a head.
+"""Quantise a checkpoint: a target in the compressed-tensors format, or a head, and a head back.
 
 jaxspec convert meta-llama/Llama-3.1-8B-Instruct llama-3.1-8b-fp8 --format fp8
 jaxspec convert HuggingFaceTB/SmolLM2-135M-Instruct smollm2-int4 --format int4 --group-size 64
@@ -19,7 +19,7 @@ from jaxspec.loading.checkpoint import open_checkpoint
 from jaxspec.loading.conversion import FORMATS, convert_checkpoint
 from jaxspec.loading.head_conversion import FORMATS as HEAD_FORMATS
 from jaxspec.loading.head_conversion import PLAIN, convert_head
-from jaxspec.loading.resolve import resolve
+from jaxspec.loading.resolve import own_drafts, resolve
 from jaxspec.tools.cli import command, one_of, option
 
 
@@ -43,7 +43,7 @@ def main(
     do not read. bfloat16 writes that head for them.
     """
     one_of("--format", format, tuple(dict.fromkeys((*FORMATS, *HEAD_FORMATS))))
-    folder = resolve(source, kind="draft" if format == PLAIN else "target")
+    folder = own_drafts().get(source) or resolve(source, kind="target")
     checkpoint = open_checkpoint(folder)
     if format == PLAIN or is_head(checkpoint.config, checkpoint.tensors):
         if group_size is not None:

@@ -110,9 +110,7 @@ def write_converted(
     except (OSError, SafetensorError) as e:
         shutil.rmtree(temp, ignore_errors=True)
         reason = e.strerror if isinstance(e, OSError) and e.strerror else str(e).splitlines()[0]
-        raise ConfigError(
-            f"{out}: expected room to write the quantised weights, got {reason}"
-        ) from e
+        raise ConfigError(f"{out}: expected room to write the weights, got {reason}") from e
     except BaseException:
         shutil.rmtree(temp, ignore_errors=True)
         raise

@@ -17,6 +17,7 @@ from jaxspec.config.quantization import (
     OwnMethod,
     Quantize,
     form_while_loading,
+    is_made_plain,
     quantized,
     scale_dtype_of,
 )
@@ -81,14 +82,18 @@ def load_target(
 def table_tensors(checkpoint: Checkpoint, cfg: Any, specs: Params) -> Mapping[str, LazyTensor]:
     """Return the tensors of a checkpoint that the table of cfg names.
 
-    A config that knows no quantisation has matrices in float8 dequantised as they are read.
+    A config that knows no quantisation has matrices in float8 dequantised as they are read. So does
+    a checkpoint that says so, whose weights may then be quantised in another form.
     """
     quantization = getattr(cfg, "quantization", None)
-    if quantization is not None:
-        leaves = jax.tree.leaves(specs, is_leaf=is_spec)
-        wanted = {name: shape for spec in leaves for name, shape in spec.tensors.items()}
-        return stored_tensors(checkpoint.tensors, quantization, wanted)
-    return with_scales(checkpoint.tensors, checkpoint.config, str(checkpoint.path))
+    tensors: Mapping[str, LazyTensor] = checkpoint.tensors
+    if quantization is None or is_made_plain(checkpoint.config):
+        tensors = with_scales(tensors, checkpoint.config, str(checkpoint.path))
+    if quantization is None:
+        return tensors
+    leaves = jax.tree.leaves(specs, is_leaf=is_spec)
+    wanted = {name: shape for spec in leaves for name, shape in spec.tensors.items()}
+    return stored_tensors(tensors, quantization, wanted)
 
 
 def warn_of_plain_experts(key: str, quantize: Quantize | None, specs: Params) -> None:

@@ -69,8 +69,8 @@ class HeadConfig:
     init: Path | None = setting(
         None,
         "Continue from this head. The vocabulary may differ, the MLP be wider; a block head may "
-        "have more layers, aux layers and Markov rank, and a gated Markov head instead of a "
-        "vanilla one.",
+        "have more layers and aux layers, a larger Markov rank (vanilla alone), and a gated Markov "
+        "head of the same rank instead of a vanilla one.",
     )
     seed: int = 0
 
@@ -324,15 +324,20 @@ def continued_params(
 
     The new head computes what the old one did, where it is larger too:
 
-    another vocabulary: tokens that the old one lacks keep their fresh column
-    a wider MLP:        new columns of gate and up are fresh, their rows of down are zero
-    more layers:        the last ones add zero to the residual stream
-    more aux layers:    their rows of fc are zero
-    a larger Markov rank: new columns of W1 are fresh, their rows of W2 and confidence are zero
+    another vocabulary:   tokens that the old one lacks keep their fresh column
+    a wider MLP:          new columns of gate and up are fresh, their rows of down are zero
+    more layers:          the last ones add zero to the residual stream
+    more aux layers:      their rows of fc are zero
+    a larger Markov rank: new columns of W1 are fresh, their rows of W2 and confidence zero
     a gated Markov head for a vanilla one: all gates are a half, and W2 is twice the old one's
     """
     if isinstance(cfg, DSparkConfig) and isinstance(old_cfg, DSparkConfig):
         _check_at_least("markov_rank", old_cfg.markov_rank, cfg.markov_rank)
+        if cfg.markov_kind != "vanilla" and cfg.markov_rank != old_cfg.markov_rank:
+            raise ConfigError(
+                f"markov_rank: expected the {old_cfg.markov_rank} of the head to continue from in "
+                f"a {cfg.markov_kind} Markov head, got {cfg.markov_rank}"
+            )
     params = dict(fresh)
     gains_gate = (
         isinstance(cfg, DSparkConfig)

@@ -175,6 +175,28 @@ def test_the_way_back_gives_the_weights_that_are_loaded(method: str, tmp_path: P
     assert "quantization_config" not in (tmp_path / "plain" / "config.json").read_text()
 
 
+@pytest.mark.parametrize("form", ["fp8", "int4"])
+def test_a_head_that_is_made_plain_is_quantised_while_it_loads(form: Any, tmp_path: Path) -> None:
+    """As the plain head is: its products read codes of the form."""
+    head = COMMITTED["eagle3"]
+    checkpoint = open_checkpoint(head)
+    tensors = with_scales(checkpoint.tensors, checkpoint.config, "head")
+    (tmp_path / "plain").mkdir()
+    save_file(
+        {name: tensor.read() for name, tensor in tensors.items()},
+        tmp_path / "plain" / "model.safetensors",
+    )
+    config = {**checkpoint.config, "quantization_config": None}
+    (tmp_path / "plain" / "config.json").write_text(json.dumps(config))
+    given = SpeculativeConfig(draft_quantize=form)
+    target = load_smollm2_shape()
+    (cfg, found), (plain_cfg, plain) = (
+        load_draft(folder, *target, given, jnp.bfloat16) for folder in (head, tmp_path / "plain")
+    )
+    assert cfg == plain_cfg and getattr(cfg, "quantization", None) is not None
+    jax.tree.map(np.testing.assert_array_equal, found, plain)
+
+
 def test_a_head_whose_products_read_codes_is_not_made_plain(tmp_path: Path) -> None:
     convert_head(COMMITTED["eagle"], tmp_path / "fp8", "fp8-block")
     config = json.loads((tmp_path / "fp8" / "config.json").read_text())

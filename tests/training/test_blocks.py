@@ -270,6 +270,10 @@ def test_more_aux_layers_and_a_larger_rank_begin_as_the_head_that_they_continue(
     fresh = init_random(trained_specs(smaller), jax.random.key(7), jnp.dtype(jnp.float32))
     with pytest.raises(ConfigError, match="markov_rank: expected at least the 6 of the head"):
         continued_params(smaller, fresh, ids, old.cfg, old.params, ids)
+    gated = dataclasses.replace(CONFIGS["gated"], markov_rank=9)
+    fresh = init_random(trained_specs(gated), jax.random.key(7), jnp.dtype(jnp.float32))
+    with pytest.raises(ConfigError, match="markov_rank: expected the 6 .* in a gated Markov head"):
+        continued_params(gated, fresh, ids, old.cfg, old.params, ids)
     other = dataclasses.replace(CONFIGS["vanilla"], aux_layers=(1, 3, 4))
     fresh = init_random(trained_specs(other), jax.random.key(7), jnp.dtype(jnp.float32))
     with pytest.raises(ConfigError, match="aux_layers: expected 1, 2, 4 of .* got none of 2"):

@@ -42,6 +42,7 @@ __all__ = [
     "Quantization",
     "Quantize",
     "form_while_loading",
+    "is_made_plain",
     "is_while_loading",
     "quantized",
     "read_quantization",
@@ -75,15 +76,27 @@ def read_quantization(config: Mapping[str, Any]) -> Quantization | None:
             f"quantization_config: expected quant_method to be one of {', '.join(METHODS)}, "
             f"got {shown(method)}"
         )
-    if read_bool(settings, "dequantize", False):
-        if method != "fp8" or not settings.get("weight_block_size"):
-            raise ConfigError(
-                "quantization_config: expected dequantize with quant_method 'fp8' and "
-                f"weight_block_size alone, got it with {shown(method)}"
-            )
+    if is_made_plain(config):
         return None
     dtype = config.get("dtype") or config.get("torch_dtype")
     return METHODS[method]({**settings, "dtype": dtype})
+
+
+def is_made_plain(config: Mapping[str, Any]) -> bool:
+    """Return whether a config.json says that loading makes its blocks of float8 plain.
+
+    ConfigError if it says so of another form.
+    """
+    settings = read_object(config, "quantization_config")
+    if not read_bool(settings, "dequantize", False):
+        return False
+    method = _method(settings)
+    if method != "fp8" or not settings.get("weight_block_size"):
+        raise ConfigError(
+            "quantization_config: expected dequantize with quant_method 'fp8' and "
+            f"weight_block_size alone, got it with {shown(method)}"
+        )
+    return True
 
 
 def form_while_loading(
@@ -97,7 +110,7 @@ def form_while_loading(
 
     ConfigError for another method than the checkpoint's, and for a method with plain weights.
     """
-    own = _method(read_object(config, "quantization_config"))
+    own = None if is_made_plain(config) else _method(read_object(config, "quantization_config"))
     if quantize is None or quantize == own:
         return None
     if own is not None:

@@ -98,7 +98,7 @@ class _Ring(Ring):
             plgpu.barrier_wait(scratch.full.at[slot])
             zeros = self.rings.zeros[0].at[slot] if self.rings.zeros else None
             weights = units.Step(scratch.w.at[slot], self.rings.scales[0].at[slot], zeros)
-            x = scratch.x.at[self.step_of_cta(number) if sizes.resident else slot]
+            x = scratch.x.at[self.resident_step(number) if sizes.resident else slot]
             totals = units.multiply(totals, weights, x, group=self.group, sum_depth=depth)
             pl.when(turn + tuning.stages < turns)(lambda: self.refill(turn + tuning.stages))
             if sizes.pdl and tuning.launches_next:
