@@ -9,7 +9,7 @@ from jaxspec.layers.products import (
     ResidualStream,
     Stream,
     add_projection,
-    project_swiglu_before,
+    project_swiglu_for,
 )
 
 
@@ -44,5 +44,5 @@ def add_mlp(
     """
     norm = mlp_norm(layer, eps)
     down = layer["down_proj"]
-    inner = project_swiglu_before(down, x, layer["gate_proj"], layer["up_proj"], ops, norm=norm)
+    inner = project_swiglu_for(down, x, layer["gate_proj"], layer["up_proj"], ops, norm=norm)
     return add_projection(x, inner, down, ops, next_norm=next_norm)

@@ -218,7 +218,7 @@ def project_swiglu(
     return _multiply(x, (gate, up), ops, form, norm=norm).x
 
 
-def project_swiglu_before(
+def project_swiglu_for(
     down: AnyWeight, x: Stream, gate: AnyWeight, up: AnyWeight, ops: Ops, *, norm: Norm | None
 ) -> ResidualStream:
     """Return project_swiglu(x, gate, up), with what the product with `down` needs to know of it."""
