@@ -362,7 +362,7 @@ def continued_params(
             kept = column[draft_ids]
             had = had[:, np.maximum(kept, 0)]
             params[name] = Weight(jnp.where(jnp.asarray(kept >= 0), had, fresh[name].values))
-        elif name == "markov_w1" and cfg.markov_kind == "vanilla":
+        elif name == "markov_w1":
             params[name] = fresh[name].at[:, : old[name].shape[1]].set(old[name])
         elif name == "confidence":
             params[name] = Weight(_with_zero_rows(old[name].values, fresh[name].values))
