@@ -28,6 +28,7 @@ from jaxspec.doctor.diagnosis import Search, Settings, diagnose
 from jaxspec.doctor.head import AUX, D2T, NORMS, ROPE, WINDOW, Reading, open_head
 from jaxspec.doctor.texts import Features, Target, Texts, read_features
 from jaxspec.loading import load_tokenizer, resolve
+from jaxspec.loading.head_conversion import convert_head
 from jaxspec.loading.model import load_target
 from jaxspec.loading.resolve import CHECKPOINTS
 from tests.support.slow import slow
@@ -82,18 +83,21 @@ def plant(tmp_path: Path) -> Callable[..., Path]:
         config: Callable[[dict[str, Any]], Any] | None = None,
         d2t: Callable[[np.ndarray], np.ndarray] | None = None,
     ) -> Path:
-        folder = tmp_path / name
+        source, folder = CHECKPOINTS / name, tmp_path / name
+        if d2t:  # numpy has no float8
+            source = tmp_path / "plain"
+            convert_head(CHECKPOINTS / name, source, "bfloat16")
         folder.mkdir()
-        values = json.loads((CHECKPOINTS / name / "config.json").read_text())
+        values = json.loads((source / "config.json").read_text())
         if config:
             config(values)
         (folder / "config.json").write_text(json.dumps(values))
         if d2t:
-            tensors = load_file(CHECKPOINTS / name / "model.safetensors")
+            tensors = load_file(source / "model.safetensors")
             tensors["d2t"] = d2t(tensors["d2t"])
             save_file(tensors, folder / "model.safetensors")
         else:
-            shutil.copy(CHECKPOINTS / name / "model.safetensors", folder)
+            shutil.copy(source / "model.safetensors", folder)
         return folder
 
     return copy
