@@ -23,6 +23,7 @@ from jaxspec.loading.checkpoint import open_checkpoint
 from jaxspec.loading.fp8 import with_scales
 from jaxspec.loading.head_conversion import convert_head
 from jaxspec.loading.model import load_draft
+from jaxspec.loading.resolve import CHECKPOINTS
 from jaxspec.tools.benchmark.dimensions import MODELS
 from jaxspec.training.checkpoint import Verifier, save_draft
 from jaxspec.training.trained import trained_specs
@@ -34,7 +35,7 @@ MODEL = tiny_model("dspark")
 VERIFIER = Verifier("tiny", ("LlamaForCausalLM",), 256)
 DRAFT_VOCAB = 40
 COMMITTED = {
-    method: Path(__file__).parents[2] / "checkpoints" / f"smollm2-135m-instruct-{method}"
+    method: CHECKPOINTS / f"smollm2-135m-instruct-{method}"
     for method in ("eagle", "eagle3", "dspark")
 }
 
