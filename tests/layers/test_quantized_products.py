@@ -12,6 +12,7 @@ import pytest
 
 from jaxspec.config import REFERENCE_OPS, Ops
 from jaxspec.layers import products as layers
+from jaxspec.layers.mlp import add_mlp
 from jaxspec.layers.norms import Norm, rms_norm
 from jaxspec.layers.params import AnyWeight, Weight
 from pallas_kernels import fp8_matmul, int4_matmul, matmul
@@ -79,3 +80,47 @@ def test_only_plain_products_share_norms(kind: str, monkeypatch: pytest.MonkeyPa
     layers.project(prepared, (chosen,), ops, norm=norm)
     is_plain = kind == "plain"
     assert seen == [(False, is_plain), (is_plain, False)]
+
+
+@needs_mosaic
+@pytest.mark.parametrize("kind", ["plain", "int4", "fp8"])
+def test_gate_and_up_hand_their_largest_magnitudes_to_down(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gate and up find them for a `down` that divides by them, and only `down` gets them."""
+    down: Any = Weight(jnp.zeros((D, D), jnp.bfloat16)) if kind == "plain" else weight(kind)
+    gate, up = (fp8_weight(seed, D, D, "channel") for seed in (0, 1))
+    found, seen = jnp.full((2, 8), 3.0), []
+
+    def measured(inputs: matmul.Inputs, **_: Any) -> Any:
+        return jnp.zeros((inputs.x.shape[0], D), inputs.x.dtype), found
+
+    def note(inputs: matmul.Inputs, *, largest: Any = None, **_: Any) -> Any:
+        seen.append(largest)
+        return jnp.zeros((inputs.x.shape[0], D), inputs.x.dtype)
+
+    monkeypatch.setattr(fp8_matmul, "measured_swiglu", measured)
+    monkeypatch.setattr(fp8_matmul, "takes_largest", lambda *_: True)
+    monkeypatch.setattr(fp8_matmul, "normed_rows", lambda *_: None)
+    for module in (matmul, fp8_matmul, int4_matmul):
+        monkeypatch.setattr(module, module.__name__.rpartition(".")[2], note)
+        monkeypatch.setattr(module, "unsupported", lambda product: None)
+    gain = jnp.ones((D,), jnp.bfloat16)
+    layer = {
+        "post_attention_layernorm": gain,
+        "gate_proj": gate,
+        "up_proj": up,
+        "down_proj": down,
+    }
+    x, ops = jnp.ones((1, 4, D), jnp.bfloat16), Ops(matmul="mosaic_gpu")
+    stream = add_mlp(layer, 1e-5, x, ops)
+    assert stream.largest is None
+    if kind == "fp8":
+        assert len(seen) == 1 and seen[0] is found
+    else:  # gate and up, which measure nothing, then down
+        assert seen == [None, None]
+
+    seen.clear()  # under a norm the next product's rows are others
+    prepared = layers.ResidualStream(x, largest=found)
+    layers.project(prepared, (down,), ops, norm=Norm(gain, 1e-5))
+    assert seen == [None]

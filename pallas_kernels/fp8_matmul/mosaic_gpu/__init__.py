@@ -72,7 +72,7 @@ def quantises(product: Product, *, measured: bool) -> bool:
     if weight.activation == "block" or product.rows > MAX_ROWS:
         return False
     own = product_of(product, quantises=True)
-    return own_rows.unfit(own, has_scales=measured or weight.activation == "static") is None
+    return own_rows.fits(own, has_scales=measured or weight.activation == "static")
 
 
 def takes_largest(rows: int, weight: Fp8Weight) -> bool:

@@ -52,21 +52,19 @@ class Values(NamedTuple, Generic[T]):
     largest: T | None
 
 
-def unfit(product: Product, *, has_scales: bool) -> str | None:
-    """Return why a product of codes cannot quantise its rows, None if it can.
+def fits(product: Product, *, has_scales: bool) -> bool:
+    """Return whether a product of codes can quantise its rows: few, in shared memory, in steps.
 
     has_scales: whether the scales are known, or the product before has measured the rows
     """
     tuning = choose_tuning(product)
-    if product.rows > ROWS or tuning is None:
-        return f"expected at most {ROWS} rows, got {product.rows}"
-    if tuning.tile_k != STEP or tuning.stripe_k != STEP:
-        return f"expected a depth in steps of {STEP}, got {product.depth}"
-    if not is_resident(product, product.depth // tuning.split):
-        return f"expected rows that fit into shared memory, got {product.depth} depths"
-    if not has_scales and 2 * product.rows * product.depth > ROW_BYTES:
-        return f"expected rows of {ROW_BYTES} bytes at most, got {product.depth} depths"
-    return None
+    return (
+        tuning is not None
+        and product.rows <= ROWS
+        and tuning.tile_k == tuning.stripe_k == STEP
+        and is_resident(product, product.depth // tuning.split)
+        and (has_scales or 2 * product.rows * product.depth <= ROW_BYTES)
+    )
 
 
 def measured(depth: int) -> bool:
