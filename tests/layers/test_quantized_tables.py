@@ -23,7 +23,7 @@ from jaxspec.config.quantization import BLOCK, Fp8Form, Int4Form, Quantization
 from jaxspec.engine.first_logits import largest_weight
 from jaxspec.layers.params import Weight, init_random, is_spec, joined, matrix, weight
 from jaxspec.layers.products import project
-from jaxspec.layers.quantized import stored
+from jaxspec.layers.quantized import files, stored
 from jaxspec.loading.conversion import convert_checkpoint
 from jaxspec.loading.model import load_target
 from jaxspec.loading.weights import check_cuts
@@ -333,6 +333,14 @@ def test_four_bits_may_have_scales_below_zero(source: Path, tmp_path: Path) -> N
     _, params = load_target(folder, jnp.float32)
     weights = [p["layers"][1]["down_proj"].to_array(jnp.float32) for p in (params, right)]
     np.testing.assert_array_equal(weights[0], -weights[1])
+
+
+def test_gptq_stores_a_zero_of_0_as_15() -> None:
+    """Zeros are stored less one, in four bits: AutoGPTQ adds the one and drops what is above."""
+    words = np.array([[0x0F7E6F0F]], np.int32)  # F 0 F 6 E 7 F 0 from the lowest
+    form = Int4Form(32, True, "gptq", zeros_from=1)
+    zeros = files.read(form, "zeros", "w", (8, 32), [words])
+    assert zeros.dtype == np.uint8 and zeros[:, 0].tolist() == [0, 1, 0, 7, 15, 8, 0, 1]
 
 
 @pytest.mark.parametrize("projection", ["k_proj", "gate_proj"])

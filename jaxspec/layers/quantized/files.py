@@ -28,6 +28,7 @@ Part = Literal["codes", "scales", "zeros", "activation_scale"]
 Shape = tuple[int, int]  # [out, in]
 
 NIBBLES = 8  # codes in an int32
+CODES = np.uint8(16)  # that four bits have
 # Dtypes of a tensor, by the end of its name.
 DTYPES: dict[str, tuple[str, ...]] = {
     "weight": ("float8_e4m3fn",),
@@ -248,7 +249,9 @@ def _zeros(form: Int4Form, array: np.ndarray) -> np.ndarray:
     if form.source == "compressed-tensors":
         return unpacked(array, axis=0)
     codes = unpacked(array, axis=1)
-    return (in_awq_order(codes) if form.source == "awq" else codes + np.uint8(form.zeros_from)).T
+    if form.source == "awq":
+        return in_awq_order(codes).T
+    return ((codes + np.uint8(form.zeros_from)) % CODES).T  # a zero of 0, less one, is stored as 15
 
 
 def _check_order(form: Int4Form, module: str, group_of: np.ndarray) -> None:
