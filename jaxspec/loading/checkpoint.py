@@ -67,8 +67,14 @@ class PickledTensor:
 
     def read(self) -> np.ndarray:
         t = self.tensor.detach()
-        if str(t.dtype) == "torch.bfloat16":  # torch cannot hand bfloat16 to numpy: view the bits
-            return t.view(_import_torch("").int16).numpy().view(ml_dtypes.bfloat16)
+        torch = _import_torch("")
+        # torch cannot hand these to numpy: view the bits
+        for own, bits, dtype in (
+            (torch.bfloat16, torch.int16, ml_dtypes.bfloat16),
+            (torch.float8_e4m3fn, torch.uint8, ml_dtypes.float8_e4m3fn),
+        ):
+            if t.dtype == own:
+                return t.view(bits).numpy().view(dtype)
         return t.numpy()
 
 
@@ -278,4 +284,11 @@ def _open_pickle(path: Path) -> dict[str, LazyTensor]:
             f"{path}: expected a dictionary of tensors, "
             f"got {type(state).__name__} with other values"
         )
+    names = [np.dtype(dtype).name for dtype in DTYPES.values()]
+    for name, tensor in state.items():
+        kind = tensor.dtype if tensor.layout is torch.strided else tensor.layout
+        if str(kind).removeprefix("torch.") not in names:
+            raise ConfigError(
+                f"{path}: expected tensors of {', '.join(names)}, got {kind} for {name}"
+            )
     return {name: PickledTensor(tensor, tuple(tensor.shape)) for name, tensor in state.items()}

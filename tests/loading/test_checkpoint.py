@@ -274,6 +274,30 @@ def test_a_pickle_of_tensors_reads_bit_for_bit(tmp_path, legacy):
 
 
 @pytest.mark.oracle
+def test_a_pickle_of_float8_reads_bit_for_bit(tmp_path):
+    import torch
+
+    values = np.array([[1.5, -448.0], [0.0, 2.0**-9]], ml_dtypes.float8_e4m3fn)
+    stored = torch.from_numpy(values.view(np.uint8)).view(torch.float8_e4m3fn)
+    torch.save({"w": stored}, folder_with(tmp_path) / "pytorch_model.bin")
+    read = open_checkpoint(tmp_path).tensors["w"].read()
+    assert read.dtype == values.dtype and read.tobytes() == values.tobytes()
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize("kind", ["float8_e5m2", "complex64", "sparse_coo"])
+def test_a_tensor_of_a_pickle_that_numpy_does_not_hold_is_named(tmp_path, kind):
+    import torch
+
+    tensor = torch.eye(2)
+    tensor = tensor.to_sparse() if kind == "sparse_coo" else tensor.to(getattr(torch, kind))
+    torch.save({"w": tensor}, folder_with(tmp_path) / "pytorch_model.bin")
+    message = rf"pytorch_model\.bin: expected tensors of float32, .*, got torch\.{kind} for w"
+    with pytest.raises(ConfigError, match=message):
+        open_checkpoint(tmp_path)
+
+
+@pytest.mark.oracle
 def test_a_pickle_with_other_things_than_tensors_is_refused(tmp_path):
     import torch
 
