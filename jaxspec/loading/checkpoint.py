@@ -134,8 +134,13 @@ def open_checkpoint(folder: str | Path) -> Checkpoint:
 
 
 def read_model_config(folder: Path) -> dict[str, Any]:
-    """Return a folder's config.json, with the quantisation that ModelOpt writes beside it."""
+    """Return a folder's config.json, with the quantisation that ModelOpt writes beside it.
+
+    compressed-tensors named it compression_config until 2024.
+    """
     config = read_json(folder / "config.json")
+    if config.get("compression_config") and not config.get("quantization_config"):
+        config["quantization_config"] = config.pop("compression_config")
     beside = folder / MODELOPT
     if config.get("quantization_config") or not beside.is_file():
         return config

@@ -186,6 +186,18 @@ def test_scales_of_keys_and_values_have_each_formats_names() -> None:
         read(DYNAMIC | {"kv_cache_scheme": scheme | {"dynamic": True}})
 
 
+def test_scales_of_keys_and_values_may_be_static_beside_one_scale_a_tensor() -> None:
+    """AutoFP8 and Quark write it, with ModelOpt's kind of scales under other names."""
+    assert read(STATIC_FP8).kv_scales == ()
+    found = read(STATIC_FP8 | {"kv_cache_scheme": "static"})
+    assert found.kv_scales == ("k_scale", "v_scale") and not found.kv_scales_per_head
+
+
+def test_zeros_that_are_stored_change_nothing() -> None:
+    counted = {"format": "dense", "global_sparsity": 0.14, "sparsity_structure": "unstructured"}
+    assert read(DYNAMIC | {"sparsity_config": counted}) == read(DYNAMIC)
+
+
 KV_SCHEME = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False}
 KV_ONLY: dict[str, Any] = {
     "quant_method": "compressed-tensors",
@@ -260,7 +272,17 @@ REFUSED: dict[str, dict[str, Any]] = {
         PACKED, *GROUP, "weights", "actorder", "group"
     ),
     "expected no sparsity_config": changed(DYNAMIC, "sparsity_config", {"format": "sparse-24"}),
+    "expected no transform_config": changed(DYNAMIC, "transform_config", {"format": "dense"}),
     r"ignore: expected regular expressions .*, got '\('": changed(DYNAMIC, "ignore", ["re:("]),
+    r"modules_to_not_convert or ignored_layers: expected regular .*, got '\(': missing": changed(
+        quantized.DEEPSEEK_FP8, "ignored_layers", ["("]
+    ),
+    r"ignored_layers: expected regular expressions .*global flags": changed(
+        quantized.DEEPSEEK_FP8, "ignored_layers", ["(?i)fc"]
+    ),
+    "expected kv_cache_scheme 'static' or None, got 'dynamic'": changed(
+        STATIC_FP8, "kv_cache_scheme", "dynamic"
+    ),
     "ignore: expected a list of names, got 7": changed(DYNAMIC, "ignore", 7),
     r"weight_block_size \[128, 128\], got \[64, 64\]": changed(
         quantized.DEEPSEEK_FP8, "weight_block_size", [64, 64]

@@ -468,6 +468,18 @@ def test_config_json_alone_says_what_is_stored(source: Path, tmp_path: Path) -> 
     assert sum(leaf.dtype == "float8_e4m3fn" for leaf in leaves) == 2 * 5
 
 
+def test_the_older_name_of_the_quantisation_is_read(source: Path, tmp_path: Path) -> None:
+    """compression_config, in files of llm-compressor of 2024."""
+    out = convert_checkpoint(source, tmp_path / "out", "fp8")
+    config = json.loads((out / "config.json").read_text())
+    cfg: Any = load_target(out, jnp.float32)[0]
+    config["compression_config"] = config.pop("quantization_config")
+    (out / "config.json").write_text(json.dumps(config))
+    assert load_target(out, jnp.float32)[0] == cfg and cfg.quantization is not None
+    with pytest.raises(ConfigError, match="expected plain weights, got a quantised checkpoint"):
+        convert_checkpoint(out, tmp_path / "again", "fp8")
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_benchmarks_draw_codes_and_scales(form: str) -> None:
     specs = models.family(cfg := quantised_config(FORMS[form])).param_specs(cfg)

@@ -38,7 +38,7 @@ def read(settings: Mapping[str, Any]) -> Quantization:
         )
     expect(settings, "quantization_status", "compressed", "frozen", None)
     for key in ("sparsity_config", "transform_config"):
-        if settings.get(key):
+        if settings.get(key) and not _is_dense(settings, key):
             raise ConfigError(f"quantization_config: expected no {key}, got {shown(settings[key])}")
     rules: list[tuple[str, Form | None]] = [
         (_pattern(name, "ignore"), None) for name in read_names(settings, "ignore")
@@ -66,6 +66,11 @@ def read(settings: Mapping[str, Any]) -> Quantization:
         expect(scheme, "dynamic", False, None, where=where)
     kv_scales = ("k_scale", "v_scale") if scheme else ()
     return Quantization((*rules, *named, *matched, *by_class), kv_scales, per_head)
+
+
+def _is_dense(settings: Mapping[str, Any], key: str) -> bool:
+    """Return whether a sparsity_config counts zeros alone, of weights that are stored whole."""
+    return key == "sparsity_config" and read_object(settings, key).get("format") == "dense"
 
 
 def _is_empty(group: Mapping[str, Any]) -> bool:

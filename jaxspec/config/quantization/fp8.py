@@ -49,8 +49,15 @@ def read(settings: Mapping[str, Any]) -> Quantization:
                 "got 'static'"
             )
         form = Fp8Form("block", "block", "fp8")
-    ignored = [
-        (checked_pattern(rf"(?:{name}){BOUNDARY}|.*{re.escape(name)}\Z", "ignored"), None)
-        for name in read_names(settings, "modules_to_not_convert", "ignored_layers")
-    ]
-    return Quantization((*ignored, *KEPT, (".*", form)))
+    keys = ("modules_to_not_convert", "ignored_layers")
+    ignored = [(_pattern(name, " or ".join(keys)), None) for name in read_names(settings, *keys)]
+    # AutoFP8 and Quark; others leave it out
+    scheme = expect(settings, "kv_cache_scheme", "static", None)
+    kv_scales = ("k_scale", "v_scale") if scheme else ()
+    return Quantization((*ignored, *KEPT, (".*", form)), kv_scales)
+
+
+def _pattern(name: str, key: str) -> str:
+    """Return the pattern of the modules that a name, or a regular expression, stands for."""
+    checked_pattern(name, key)  # its message shows the name as it is
+    return checked_pattern(rf"(?:{name}){BOUNDARY}|.*{re.escape(name)}\Z", key)
