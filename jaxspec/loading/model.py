@@ -28,7 +28,7 @@ from jaxspec.layers.params import Params, is_spec, vector
 from jaxspec.layers.quantized.table import QuantizedSpec
 from jaxspec.loading.checkpoint import Checkpoint, CutTensor, open_checkpoint
 from jaxspec.loading.fp8 import with_scales
-from jaxspec.loading.quantized import stored_tensors
+from jaxspec.loading.quantized import stored_tensors, with_stored_scales
 from jaxspec.loading.weights import LazyTensor, check_shapes, load_params
 from jaxspec.models.decoder import lm_head
 from jaxspec.parallel.layout import ONE_PLACE, Layout, Placement
@@ -52,6 +52,7 @@ def load_target(
     checkpoint = open_checkpoint(folder)
     check_counts(checkpoint.config, len(checkpoint.tensors), str(folder))
     cfg: Any = models.config_from_hf(checkpoint.config)
+    cfg = with_stored_scales(cfg, checkpoint.tensors)
     form = form_while_loading(quantize, checkpoint.config)
     cfg = quantized(cfg, form, scale_dtype_of(checkpoint.config))
     if mxfp4 != "auto" and getattr(cfg, "mxfp4", None) is None:
@@ -185,6 +186,7 @@ def load_draft(
             "draft_confidence_threshold: expected it only with a draft that has a confidence head, "
             f"got it with the {cfg.method} draft {folder}"
         )
+    cfg = with_stored_scales(cfg, tensors)
     key = "draft_quantize"
     form = form_while_loading(speculative.draft_quantize, checkpoint.config, key=key)
     cfg = quantized(cfg, form, scale_dtype_of(checkpoint.config), key=key)
@@ -216,6 +218,7 @@ def load_draft_model(
     whole: Any = draft_model.model_from_checkpoint(
         checkpoint.config, checkpoint.tensors, speculative
     )
+    whole = with_stored_scales(whole, checkpoint.tensors)
     whole = with_expert_storage(whole, "auto", placement.draft(whole))
     cfg = draft_model.drafts_for(whole, target)
     specs, whole_specs = draft_model.param_specs(cfg), models.family(whole).param_specs(whole)

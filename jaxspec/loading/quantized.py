@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 import numpy as np
 
-from jaxspec.config.quantization import Quantization
+from jaxspec.config.quantization import Form, Int4Form, Quantization
+from jaxspec.config.quantization.forms import SCALE_DTYPES
+from jaxspec.layers.quantized.files import scales_of
 from jaxspec.loading.fp8 import Readable, Tensor
+
+Config = TypeVar("Config")
 
 # One number each, with an axis or without.
 SCALES = (".weight_scale", ".input_scale", ".k_scale", ".v_scale")
@@ -62,3 +67,31 @@ def stored_tensors(
         if name.endswith(quantization.kv_scales) and name not in found
     }
     return found | absent
+
+
+def with_stored_scales(cfg: Config, tensors: Mapping[str, Any]) -> Config:
+    """Return a model's config whose 4-bit weights have scales of the dtype that is stored.
+
+    config.json has the dtype of the plain model, and AutoGPTQ, GPTQModel and AutoAWQ may store
+    float16 beside bfloat16. A form whose scales have several dtypes stays as it is.
+    """
+    held: Any = cfg
+    quantization: Quantization | None = getattr(held, "quantization", None)
+    if quantization is None:
+        return cfg
+    found: dict[Form, set[str]] = {}
+    for name, tensor in tensors.items():
+        module, _, part = name.rpartition(".")
+        form = quantization.form_of(module) if part in ("scales", "weight_scale") else None
+        if isinstance(form, Int4Form) and form.source != "floats" and part == scales_of(form):
+            dtype = getattr(tensor, "dtype", None)  # a pickle's tensors have none
+            found.setdefault(form, set()).add(dtype.name if dtype is not None else form.scale_dtype)
+
+    def stored(form: Form | None) -> Form | None:
+        dtypes = found.get(form, set()) if form is not None else set()
+        if not isinstance(form, Int4Form) or len(dtypes) != 1 or not dtypes <= set(SCALE_DTYPES):
+            return form
+        return replace(form, scale_dtype=min(dtypes))
+
+    rules = tuple((pattern, stored(form)) for pattern, form in quantization.rules)
+    return replace(held, quantization=replace(quantization, rules=rules))

@@ -354,10 +354,27 @@ def test_inputs_of_joined_projections_share_a_scale(
         load_target(out, jnp.float32)
 
 
-def test_scales_of_another_dtype_than_the_config_says_are_not_rounded(
-    source: Path, tmp_path: Path
+@pytest.mark.parametrize("form", ["awq", "gptq", "compressed"])
+def test_scales_of_another_dtype_than_the_config_says_are_kept(
+    form: str, source: Path, tmp_path: Path
 ) -> None:
+    """Writers of 4 bits may store float16, and leave the plain model's dtype in config.json."""
+    write: dict[str, Callable[[Path, Path], Path]] = {
+        "awq": quantized.awq,
+        "gptq": partial(quantized.gptq, sym=False),
+        "compressed": quantized.compressed_int4,
+    }
+    out = write[form](source, tmp_path / "out")
+    _, expected = load_target(out, jnp.float32)
+    _, found = load_target(quantized.with_dtype(out, "bfloat16"), jnp.float32)
+    assert found["layers"][0]["down_proj"].scales.dtype == jnp.float16
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
+def test_scales_of_several_dtypes_are_not_rounded(source: Path, tmp_path: Path) -> None:
     out = quantized.with_dtype(quantized.awq(source, tmp_path / "out"), "bfloat16")
+    name = "model.layers.1.mlp.down_proj.scales"
+    rewrite(out, lambda tensors: tensors.update({name: tensors[name].astype(np.float32)}))
     with pytest.raises(ConfigError, match="scales in config.json's dtype bfloat16, got float16"):
         load_target(out, jnp.float32)
 
