@@ -58,8 +58,18 @@ def stored_tensors(
             return Reshaped(tensor, tensor.shape[:1])
         return tensor
 
+    def is_empty_bias(name: str, tensor: Tensor) -> bool:
+        """Return whether it is AutoGPTQ's bias of zeros, where the model has none."""
+        module, _, part = name.rpartition(".")
+        if part != "bias" or name in wanted:
+            return False
+        form = quantization.form_of(module)
+        return isinstance(form, Int4Form) and form.source == "gptq" and not tensor.read().any()
+
     found: dict[str, Tensor | Reshaped | Ones] = {
-        name: in_our_shape(name, tensor) for name, tensor in tensors.items()
+        name: in_our_shape(name, tensor)
+        for name, tensor in tensors.items()
+        if not is_empty_bias(name, tensor)
     }
     absent = {
         name: Ones(shape)

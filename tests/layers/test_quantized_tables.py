@@ -343,6 +343,22 @@ def test_gptq_stores_a_zero_of_0_as_15() -> None:
     assert zeros.dtype == np.uint8 and zeros[:, 0].tolist() == [0, 1, 0, 7, 15, 8, 0, 1]
 
 
+def test_gptqs_biases_of_zeros_are_left_out(source: Path, tmp_path: Path) -> None:
+    """AutoGPTQ gave one to each module until 2023. Another bias is none of the model's."""
+    out = quantized.gptq(source, tmp_path / "out", sym=True)
+    _, expected = load_target(out, jnp.float32)
+    biases = {
+        f"{DOWN}.bias": np.zeros(128, np.float16),
+        f"{DOWN[:-9]}up_proj.bias": np.zeros(256, np.float16),
+    }
+    rewrite(out, lambda tensors: tensors.update(biases))
+    _, found = load_target(out, jnp.float32)
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+    rewrite(out, lambda tensors: tensors[f"{DOWN}.bias"].__setitem__(3, 1))
+    with pytest.raises(ConfigError, match=rf"1 unexpected: {DOWN}\.bias"):
+        load_target(out, jnp.float32)
+
+
 @pytest.mark.parametrize("projection", ["k_proj", "gate_proj"])
 def test_inputs_of_joined_projections_share_a_scale(
     projection: str, source: Path, tmp_path: Path
