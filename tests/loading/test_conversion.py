@@ -163,6 +163,20 @@ def test_what_cannot_be_converted_is_one_sentence(source: Path, tmp_path: Path) 
     assert not (tmp_path / "out").exists()
 
 
+def test_scales_beyond_the_configs_dtype_are_named(source: Path, tmp_path: Path) -> None:
+    """float32 weights may be too large for the scales of a float16 model."""
+    folder = quantized.with_dtype(shutil.copytree(source, tmp_path / "source"), "float16")
+    tensors = quantized.tensors_of(folder)
+    tensors[DOWN][3, 5] = 1e6
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    name = DOWN.removesuffix(".weight")
+    with pytest.raises(ConfigError, match=f"{name}.weight_scale: expected .* scales, got inf"):
+        convert_checkpoint(folder, tmp_path / "out", "int4")
+    assert not (tmp_path / "out").exists()
+    with pytest.raises(ConfigError, match=f"{DOWN}: expected finite numbers, got infinity in 1"):
+        load_target(folder, jnp.float32, quantize="int4")
+
+
 @pytest.mark.parametrize("model_type", ["gpt_oss", "llama4_text"])
 def test_experts_whose_products_read_no_such_codes_are_one_sentence(
     model_type: str, source: Path, tmp_path: Path

@@ -45,7 +45,8 @@ def fp8_codes(weight: np.ndarray, scales: np.ndarray) -> np.ndarray:
 def int4_scales(weight: np.ndarray, group_size: int, dtype: np.dtype) -> np.ndarray:
     """Return scales of this dtype [out, in / group_size] of weight [out, in]."""
     groups = np.abs(weight.astype(np.float32)).reshape(weight.shape[0], -1, group_size)
-    scales = _scales(groups.max(axis=-1), HALF_OF_INT4).astype(dtype)
+    with np.errstate(over="ignore"):  # loading and converting refuse scales that are not finite
+        scales = _scales(groups.max(axis=-1), HALF_OF_INT4).astype(dtype)
     return np.where(scales == 0, scales.dtype.type(1), scales)  # too small for the dtype
 
 
