@@ -119,8 +119,15 @@ def packed_weight(
 def sources(
     name: str, shape: tuple[int, int, int]
 ) -> tuple[tuple[str, tuple[int, ...]], tuple[str, tuple[int, ...]]]:
-    """Return names and shapes of the tensors of a matrix [experts, in, out]: blocks, scales."""
+    """Return names and shapes of the tensors of a matrix [experts, in, out]: blocks, scales.
+
+    ConfigError for a matrix whose depth is not a whole number of blocks.
+    """
     count, depth, width = shape
+    if depth % BLOCK:
+        raise ConfigError(
+            f"{name}: expected columns in multiples of {BLOCK} for MXFP4, got {depth}"
+        )
     scales = (count, width, depth // BLOCK)
     return (f"{name}_blocks", (*scales, BLOCK // 2)), (f"{name}_scales", scales)
 

@@ -182,3 +182,22 @@ def test_what_gpt_oss_does_not_implement_is_refused(key: str, value: Any) -> Non
     )
     with pytest.raises(ConfigError, match=key):
         models.config_from_hf(config)
+
+
+@pytest.mark.parametrize(("hidden", "inner", "got"), [(48, 32, 48), (64, 24, 24)])
+@pytest.mark.parametrize("kept", ["packed", "dequantised"])
+def test_widths_of_experts_are_whole_blocks(kept: Any, hidden: int, inner: int, got: int) -> None:
+    config = dict(
+        model_type="gpt_oss",
+        num_hidden_layers=1,
+        vocab_size=8,
+        hidden_size=hidden,
+        intermediate_size=inner,
+        num_local_experts=4,
+        quantization_config={"quant_method": "mxfp4"},
+    )
+    cfg: Any = models.config_from_hf(config)
+    with pytest.raises(
+        ConfigError, match=f"_proj: expected columns in multiples of 32 .*got {got}"
+    ):
+        models.family(cfg).param_specs(replace(cfg, mxfp4=kept))
