@@ -147,6 +147,37 @@ def test_names_come_before_patterns_and_these_before_classes() -> None:
     assert found.form_of("model.layers.2.mlp.gate_proj") is not None
 
 
+@pytest.mark.parametrize("swapped", [False, True])
+def test_of_several_patterns_the_first_by_its_letters_counts(swapped: bool) -> None:
+    """compressed-tensors sorts them: llm-compressor has written the form that it chose so."""
+    settings = copy.deepcopy(DYNAMIC)
+    fp8 = settings["config_groups"]["group_0"] | {"targets": ["re:.*mlp.*"]}
+    four = {"weights": W4, "format": "pack-quantized", "targets": [r"re:.*down_proj"]}
+    pair = (four, fp8) if swapped else (fp8, four)
+    settings["config_groups"] = {"group_0": pair[0], "group_1": pair[1]}
+    found = read(settings)
+    assert isinstance(found.form_of("model.layers.3.mlp.down_proj"), Int4Form)
+    assert isinstance(found.form_of("model.layers.3.mlp.up_proj"), Fp8Form)
+
+
+@pytest.mark.oracle("compressed_tensors")
+@pytest.mark.parametrize("targets", [["re:.*mlp.*", "re:.*down_proj"], ["Linear", Q_PROJ, "re:.*"]])
+def test_the_target_that_counts_is_that_of_compressed_tensors(targets: list[str]) -> None:
+    import torch
+    from compressed_tensors.utils import match_targets
+
+    sizes = (32, 64, 128)
+    settings = copy.deepcopy(PACKED)
+    settings["config_groups"] = {
+        target: {"targets": [target], "weights": W4 | {"group_size": size}}
+        for target, size in zip(targets, sizes, strict=False)
+    }
+    for module in (Q_PROJ, "model.layers.3.mlp.down_proj", "model.layers.3.mlp.up_proj"):
+        first, *_ = [*match_targets(module, torch.nn.Linear(1, 1), targets), None]
+        form = read(settings).form_of(module)
+        assert (form and form.group_size) == (first and sizes[targets.index(first)])
+
+
 @pytest.mark.parametrize(
     ("settings", "key", "names"),
     [

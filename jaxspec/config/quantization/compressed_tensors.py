@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from operator import itemgetter
 from typing import Any
 
 from jaxspec.config.quantization.forms import (
@@ -43,19 +44,20 @@ def read(settings: Mapping[str, Any]) -> Quantization:
     rules: list[tuple[str, Form | None]] = [
         (_pattern(name, "ignore"), None) for name in read_names(settings, "ignore")
     ]
-    by_class: list[tuple[str, Form | None]] = []
-    named: list[tuple[str, Form | None]] = []
-    matched: list[tuple[str, Form | None]] = []
+    # As compressed-tensors writes: of groups with the same target, the last counts.
+    by_class: dict[str, Form | None] = {}
+    named: dict[str, Form | None] = {}
+    matched: dict[str, Form | None] = {}
     for name, group in groups.items():
         if not isinstance(group, Mapping):
             raise ConfigError(f"quantization_config.{name}: expected an object, got {shown(group)}")
         form = None if scheme and _is_empty(group) else _form(group, settings, f".{name}")
         for target in read_names(group, "targets"):
             if target == "Linear":
-                by_class.append((".*", form))
+                by_class[".*"] = form
             else:  # a name comes before a regular expression, and that before a class
                 kind = matched if target.startswith(REGEX) else named
-                kind.append((_pattern(target, f"{name}.targets"), form))
+                kind[_pattern(target, f"{name}.targets")] = form
     per_head = False
     if scheme:
         where = ".kv_cache_scheme"
@@ -65,7 +67,9 @@ def read(settings: Mapping[str, Any]) -> Quantization:
         expect(scheme, "symmetric", True, None, where=where)
         expect(scheme, "dynamic", False, None, where=where)
     kv_scales = ("k_scale", "v_scale") if scheme else ()
-    return Quantization((*rules, *named, *matched, *by_class), kv_scales, per_head)
+    # Regular expressions count in the order of their letters, not of their groups.
+    targets = (*named.items(), *sorted(matched.items(), key=itemgetter(0)), *by_class.items())
+    return Quantization((*rules, *targets), kv_scales, per_head)
 
 
 def _is_dense(settings: Mapping[str, Any], key: str) -> bool:
