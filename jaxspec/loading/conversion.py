@@ -253,9 +253,8 @@ def _tensors(
 def _module(module: str, weight: np.ndarray, form: Form) -> Iterator[tuple[str, np.ndarray]]:
     if isinstance(form, Int4Form):
         scales = rounding.int4_scales(weight, form.group_size, rounding.dtype_of(form.scale_dtype))
-        files.check_scales(
-            scales, f"{module}.weight_scale", signed=False
-        )  # float16 may be too small
+        # float16 may be too small for them.
+        files.check_scales(scales, f"{module}.weight_scale", signed=False)
         yield f"{module}.weight_packed", files.packed(rounding.int4_codes(weight, scales))
         yield f"{module}.weight_scale", scales
         yield f"{module}.weight_shape", np.array(weight.shape, np.int64)

@@ -34,6 +34,10 @@ class Fp8Form:
     activation: Literal["token", "block", "static"]
     source: Fp8Source
 
+    def __str__(self) -> str:
+        scales = {"tensor": "tensor", "channel": "channel", "block": f"{BLOCK} x {BLOCK} weights"}
+        return f"fp8 with a scale for each {scales[self.scales]}, activations by {self.activation}"
+
 
 @dataclass(frozen=True)
 class Int4Form:
@@ -51,6 +55,10 @@ class Int4Form:
     source: Int4Source
     zeros_from: int = 0
     scale_dtype: str = "float32"
+
+    def __str__(self) -> str:
+        zeros = "with zeros" if self.has_zeros else "without zeros"
+        return f"4 bits in groups of {self.group_size} {zeros}, {self.scale_dtype} scales"
 
 
 Form = Fp8Form | Int4Form
