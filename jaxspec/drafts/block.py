@@ -76,7 +76,7 @@ class BlockCarry:
     proposal:     the tokens up to this step's column, and where steps correct the logits the array
                   of these, corrected up to it
     token:        int32 [batch], the last draft, or the token before the block
-    head_state:   what the head carries from one draft to the next (BlockFamily.first_head_state)
+    head_state:   what the head carries from one row to the next (BlockFamily.first_head_state)
     chance:       float32 [batch], of all drafts so far to be accepted; None without a threshold
     num_proposed: int32 [batch], drafts before the chance fell below the threshold; None without one
     """
@@ -97,9 +97,10 @@ class _Drafted:
 def run_block(
     cfg: RoundConfig, params: Params, context: DraftContext, caches: KVCache
 ) -> tuple[jax.Array, KVCache]:
-    """Run the draft over the block; returns the head's inputs [batch, K, D] and the caches.
+    """Run the draft over the block; returns the head's inputs [batch, rows, D] and the caches.
 
-    The block may have rows for more drafts than the round's K (RoundConfig.num_block_drafts).
+    The rows are the round's K that draft, after the anchor's if that one drafts nothing. The block
+    may have rows for more drafts (RoundConfig.num_block_drafts).
     """
     draft, K = families.block(cfg.draft), cfg.num_speculative_tokens
     batch = context.next_token.shape[0]
@@ -121,7 +122,7 @@ def run_block(
     )
     pass_ = Pass(metadata, cfg.draft_ops)
     hidden, caches = families.block_family(draft).forward(params, draft, tokens, pass_, caches)
-    return hidden[:, first : first + K], caches
+    return hidden[:, : first + K], caches
 
 
 def draw_block(
@@ -131,13 +132,21 @@ def draw_block(
     hidden: jax.Array,
     buffers: Proposal | None = None,
 ) -> Proposal:
-    """Draw K drafts, one after the other, from the head's inputs hidden [batch, K, D].
+    """Draw K drafts, one after the other, from the head's inputs hidden [batch, rows, D].
 
-    buffers replaces the preallocated tokens (tests poison them).
+    hidden is run_block's. buffers replaces the preallocated tokens (tests poison them).
     """
     draft, K = families.block(cfg.draft), cfg.num_speculative_tokens
     family, batch = families.block_family(draft), hidden.shape[0]
+    anchor, hidden = hidden[:, 0], hidden[:, -K:]
     base = family.logits(params, draft, hidden, cfg.draft_ops)
+    head_state = family.first_head_state(draft, hidden)
+    if head_state is not None and not draft.sample_from_anchor:
+        # The head is trained to step over every row. The anchor's moves the state, and drafts
+        # nothing.
+        _, head_state = family.step_logits(
+            params, draft, base[:, 0], anchor, context.next_token, head_state, cfg.draft_ops
+        )
     tokens = empty_tokens(cfg, batch) if buffers is None else buffers.draft_tokens
     has_threshold = draft.confidence_threshold > 0
     # The steps carry the logits that they correct in place. Others are the proposal's as they are.
@@ -145,7 +154,7 @@ def draw_block(
     carry = BlockCarry(
         Proposal(tokens, base if in_place else None),
         context.next_token,
-        family.first_head_state(draft, hidden),
+        head_state,
         jnp.ones(batch, jnp.float32) if has_threshold else None,
         jnp.zeros(batch, jnp.int32) if has_threshold else None,
     )

@@ -81,7 +81,7 @@ def param_specs(cfg: DSparkConfig) -> Params:
 
 
 def first_head_state(cfg: DSparkConfig, hidden: jax.Array) -> jax.Array | None:
-    """Return the rnn kind's state before the first draft, zeros [batch, rank]."""
+    """Return the rnn kind's state before the block's first row, zeros [batch, rank]."""
     if cfg.markov_rank == 0 or cfg.markov_kind != "rnn":
         return None
     return jnp.zeros((hidden.shape[0], cfg.markov_rank), hidden.dtype)

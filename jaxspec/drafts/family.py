@@ -176,7 +176,7 @@ class BlockFamily(HeadFamily, Protocol):
         ...
 
     def first_head_state(self, cfg: Any, hidden: jax.Array) -> jax.Array | None:
-        """Return what the head carries from one draft to the next, before the first; or None.
+        """Return what the head carries from one row to the next, before the block's first; or None.
 
         hidden: [batch, K, D], the head's inputs
         """

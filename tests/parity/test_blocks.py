@@ -93,6 +93,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "dspark_rnn": ("dspark", dict(markov_head_type="rnn")),
     "dspark_draft_vocab": ("dspark", dict(draft_vocab=48)),
     "dspark_after_anchor": ("dspark", dict(sample_from_anchor=False)),
+    "dspark_rnn_after_anchor": ("dspark", dict(markov_head_type="rnn", sample_from_anchor=False)),
     "dspark_no_markov": (
         "dspark",
         dict(markov_rank=0, enable_confidence_head=False, confidence_head_with_markov=False),
@@ -112,7 +113,14 @@ def made(case: str) -> BlockOracle:
 @pytest.mark.parametrize(
     "case",
     slow_unless(
-        ["dflash_window", "dflash_bias", "dspark_gated", "dspark_rnn", "dspark_window_and_vocab"],
+        [
+            "dflash_window",
+            "dflash_bias",
+            "dspark_gated",
+            "dspark_rnn",
+            "dspark_rnn_after_anchor",
+            "dspark_window_and_vocab",
+        ],
         CASES,
     ),
 )
