@@ -22,10 +22,7 @@ def check_weight(spec: ParamSpec, array: np.ndarray, dtype: np.dtype, where: str
     dtype: the one that it should have
     where: names the weight in the message
     """
-    if array.dtype != dtype:
-        is_float = jnp.issubdtype(dtype, jnp.floating)
-        wanted = "floating-point numbers" if is_float else f"{dtype} numbers"
-        raise ConfigError(f"{where}: expected {wanted}, got {array.dtype}")
+    check_kind(array, dtype, where)
     if isinstance(spec, IndexSpec):
         low, high = (int(array.min()), int(array.max())) if array.size else (0, 0)
         if low < 0 or high >= spec.below:
@@ -41,6 +38,14 @@ def check_weight(spec: ParamSpec, array: np.ndarray, dtype: np.dtype, where: str
                 f"{where}: expected scales of at most {LARGEST_NARROW}, got {largest}; "
                 "mxfp4 'dequantised' takes larger ones"
             )
+
+
+def check_kind(array: np.ndarray, dtype: np.dtype, where: str) -> None:
+    """Raise ConfigError unless the array has this dtype."""
+    if array.dtype != dtype:
+        is_float = jnp.issubdtype(dtype, jnp.floating)
+        wanted = "floating-point numbers" if is_float else f"{dtype} numbers"
+        raise ConfigError(f"{where}: expected {wanted}, got {array.dtype}")
 
 
 def check_finite(array: np.ndarray, where: str) -> None:

@@ -13,10 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxspec.config import ConfigError
-from jaxspec.layers.params import Params, ParamSpec, is_spec
+from jaxspec.layers.params import JoinedSpec, Params, ParamSpec, is_spec
 from jaxspec.layers.quantized.table import QuantizedSpec
 from jaxspec.loading.checkpoint import LazyTensor
-from jaxspec.loading.weight_checks import check_weight
+from jaxspec.loading.weight_checks import check_kind, check_weight
 from jaxspec.parallel.axes import ONCE
 from jaxspec.parallel.layout import ONE_DEVICE_LAYOUT, Layout
 
@@ -95,6 +95,9 @@ def load_params(
         nonlocal loaded
         wanted, where = np.dtype(spec.dtype or dtype), f"{source}: {spec.name}"
         read = [tensors[name].read() for name in spec.tensors]
+        if isinstance(spec, JoinedSpec):
+            places = [f"{source}: {name}" for name in spec.tensors]
+            read = [_cast_part(x, wanted, p) for x, p in zip(read, places, strict=True)]
         array = _cast(spec.assemble(read), wanted, where)
         if array.shape != spec.shape:
             raise ConfigError(f"{where}: expected the shape {spec.shape}, got {array.shape}")
@@ -161,6 +164,16 @@ def _cast(array: np.ndarray, dtype: np.dtype, where: str) -> np.ndarray:
             )
         return array.astype(np.int32, copy=False)
     return array
+
+
+def _cast_part(array: np.ndarray, dtype: np.dtype, where: str) -> np.ndarray:
+    """Cast one of the arrays that are joined.
+
+    NumPy joins integers with floats as floats, and some kinds of floats with none.
+    """
+    cast = _cast(array, dtype, where)
+    check_kind(cast, dtype, where)
+    return cast
 
 
 def _listed(what: str, names: Iterable[str]) -> str:

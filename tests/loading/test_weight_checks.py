@@ -12,7 +12,7 @@ from safetensors.numpy import save_file
 
 from jaxspec.config import ConfigError
 from jaxspec.layers.mxfp4 import packed_weight
-from jaxspec.layers.params import AssembledSpec, IndexSpec, ParamSpec, matrix
+from jaxspec.layers.params import AssembledSpec, IndexSpec, JoinedSpec, ParamSpec, joined, matrix
 from jaxspec.loading import load_params, open_checkpoint
 from jaxspec.loading.weight_checks import CHUNK, is_finite
 
@@ -71,6 +71,42 @@ def test_integers_and_booleans_are_no_floats(tmp_path: Path, dtype: Any) -> None
     with pytest.raises(ConfigError) as e:
         load(tmp_path, ParamSpec("norm", (3,), (None,)), np.ones(3, dtype))
     assert str(e.value) == f"target: norm: expected floating-point numbers, got {stored}"
+
+
+PARTS = ("k.weight", "v.weight")
+
+
+def load_joined(tmp_path: Path, dtypes: list[Any], dtype: Any = np.float32) -> np.ndarray:
+    """Two matrices side by side, with values that every dtype can hold."""
+    spec: JoinedSpec = joined(
+        "{k,v}", [matrix(name, 2, 2, ("embed", "kv_heads")) for name in PARTS]
+    )
+    values = {
+        name: np.arange(4 * i, 4 * i + 4, dtype=np.float32).reshape(2, 2).astype(own)
+        for i, (name, own) in enumerate(zip(PARTS, dtypes, strict=True))
+    }
+    (tmp_path / "config.json").write_text("{}")
+    save_file(values, tmp_path / "model.safetensors")
+    tensors = open_checkpoint(tmp_path).tensors
+    return np.asarray(load_params({"w": spec}, tensors, dtype, source="target")["w"])
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.int32, np.bool_])
+def test_integers_beside_floats_are_no_floats_either(tmp_path: Path, dtype: Any) -> None:
+    with pytest.raises(ConfigError) as e:
+        load_joined(tmp_path, [np.float32, dtype])
+    stored = np.dtype(dtype).name
+    assert str(e.value) == f"target: v.weight: expected floating-point numbers, got {stored}"
+
+
+@pytest.mark.parametrize("other", FLOATS)
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
+def test_joined_arrays_may_be_stored_in_several_floats(
+    tmp_path: Path, other: Any, dtype: Any
+) -> None:
+    found = load_joined(tmp_path, [ml_dtypes.bfloat16, other], dtype)
+    assert found.dtype == dtype
+    np.testing.assert_array_equal(found.astype(np.float32), [[0, 2, 4, 6], [1, 3, 5, 7]])
 
 
 def test_floats_are_no_packed_weights_and_no_indices(tmp_path: Path) -> None:
