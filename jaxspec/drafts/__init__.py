@@ -91,8 +91,9 @@ def check_method(method: str | None) -> None:
 
 
 def method_name(cfg: DraftConfig) -> str:
-    """Return the method of a draft as SpeculativeConfig names it."""
-    return next(m for m in sorted(METHODS, key=len, reverse=True) if cfg.method.startswith(m))
+    """Return the method of a draft as SpeculativeConfig names it, its own where none does."""
+    names = sorted(METHODS, key=len, reverse=True)
+    return next((name for name in names if cfg.method.startswith(name)), cfg.method)
 
 
 def block_capacity(cfg: DraftConfig) -> int | None:

@@ -21,6 +21,7 @@ from jaxspec.config import (
     EngineConfig,
     SpeculativeConfig,
     TargetConfig,
+    check_options,
     items_of,
     shown,
 )
@@ -219,6 +220,13 @@ def given_parts(
     ):
         if not is_right:
             raise ConfigError(f"{name}: expected jaxspec's class or None, got {shown(value)}")
+    if speculative is not None and (method := drafts.method_name(draft[0])) in drafts.METHODS:
+        if speculative.method not in (None, method):
+            raise ConfigError(
+                f"method: expected {method!r}, which the given draft is (or none), "
+                f"got {speculative.method!r}"
+            )
+        check_options(speculative, method)
     chance = speculative.draft_confidence_threshold if speculative else None
     if chance is not None and getattr(draft[0], "confidence_threshold", None) != chance:
         raise ConfigError(

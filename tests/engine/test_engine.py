@@ -16,6 +16,7 @@ from jaxspec import LLM, SamplingParams, SpeculativeConfig
 from jaxspec.config import ConfigError, EngineConfig
 from jaxspec.decode import programs, slots
 from jaxspec.decode.verify import Verification
+from jaxspec.drafts.ngram import NgramConfig
 from jaxspec.engine.metrics import SpecDecodeMetrics
 from jaxspec.engine.request import Request
 from tests.support.toys import PEAK, ToyDraft, ToyTarget
@@ -342,6 +343,12 @@ SETTINGS: dict[str, Any] = {
     ),  # type: ignore
     "prompt 1: stop_token_ids: expected token ids in 0..31, got 32": lambda: engine().generate(
         [[1], [2]], [GREEDY, SamplingParams(stop_token_ids=[V])]
+    ),
+    "method: expected 'ngram', which the given draft is (or none), got 'eagle3'": lambda: LLM(
+        (ToyTarget(V), {}), (NgramConfig(V, 3, 1), {}), SpeculativeConfig(method="eagle3")
+    ),
+    "draft_sliding_window: expected it only with method 'eagle'": lambda: LLM(
+        (ToyTarget(V), {}), (NgramConfig(V, 3, 1), {}), SpeculativeConfig(draft_sliding_window=8)
     ),
     "draft and speculative: expected both or neither": lambda: LLM(
         (ToyTarget(V), {}), None, SpeculativeConfig()
