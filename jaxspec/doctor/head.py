@@ -17,6 +17,7 @@ from jaxspec.drafts.head_layout import is_speculators
 from jaxspec.layers.params import Params
 from jaxspec.loading.checkpoint import Checkpoint, open_checkpoint
 from jaxspec.loading.model import bind_draft, table_tensors
+from jaxspec.loading.quantized import with_stored_scales
 from jaxspec.loading.weights import load_params
 
 AUX, NORMS, ROPE, WINDOW = "aux layer ids", "norm switch", "rope", "window"
@@ -206,6 +207,7 @@ def open_head(folder: Path, target: Target, speculative: SpeculativeConfig) -> H
     cfg = family.config_from_checkpoint(checkpoint.config, shapes, target.cfg, speculative)
     if not isinstance(cfg, Eagle3Config | EagleConfig):
         raise ConfigError(f"doctor: expected an EAGLE-1 or EAGLE-3 head, got {cfg.method!r}")
+    cfg = with_stored_scales(cfg, tensors)
     refused: list[tuple[str, str, str]] = []
     if isinstance(cfg, Eagle3Config):
         for name, tensor in NORM_TENSORS.items():

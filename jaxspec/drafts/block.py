@@ -142,8 +142,8 @@ def draw_block(
     base = family.logits(params, draft, hidden, cfg.draft_ops)
     head_state = family.first_head_state(draft, hidden)
     if head_state is not None and not draft.sample_from_anchor:
-        # The head is trained to step over every row. The anchor's moves the state, and drafts
-        # nothing.
+        # The head is trained to step over every row. The anchor's row moves the state and drafts
+        # nothing, so any logits serve.
         _, head_state = family.step_logits(
             params, draft, base[:, 0], anchor, context.next_token, head_state, cfg.draft_ops
         )

@@ -65,6 +65,10 @@ class PickledTensor:
     tensor: Any
     shape: tuple[int, ...]
 
+    @property
+    def dtype(self) -> np.dtype:
+        return np.dtype(str(self.tensor.dtype).removeprefix("torch."))
+
     def read(self) -> np.ndarray:
         t = self.tensor.detach()
         torch = _import_torch("")
@@ -136,7 +140,7 @@ def open_checkpoint(folder: str | Path) -> Checkpoint:
 def read_model_config(folder: Path) -> dict[str, Any]:
     """Return a folder's config.json, with the quantisation that ModelOpt writes beside it.
 
-    compressed-tensors named it compression_config until 2024.
+    Until 2024 compressed-tensors wrote quantization_config as compression_config.
     """
     config = read_json(folder / "config.json")
     if config.get("compression_config") and not config.get("quantization_config"):

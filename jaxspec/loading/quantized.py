@@ -94,8 +94,7 @@ def with_stored_scales(cfg: Config, tensors: Mapping[str, Any]) -> Config:
         module, _, part = name.rpartition(".")
         form = quantization.form_of(module) if part in ("scales", "weight_scale") else None
         if isinstance(form, Int4Form) and form.source != "floats" and part == scales_of(form):
-            dtype = getattr(tensor, "dtype", None)  # a pickle's tensors have none
-            found.setdefault(form, set()).add(dtype.name if dtype is not None else form.scale_dtype)
+            found.setdefault(form, set()).add(tensor.dtype.name)
 
     def stored(form: Form | None) -> Form | None:
         dtypes = found.get(form, set()) if form is not None else set()

@@ -155,7 +155,7 @@ def block_logits(
             return state_after, markov
 
         by_draft = jnp.moveaxis(columns, 1, 0), previous.reshape(columns.shape[:2]).T
-        assert draft.sample_from_anchor  # as every head that is trained; else a row comes before
+        assert draft.sample_from_anchor  # else the state would first step over the anchor's row
         _, markov = jax.lax.scan(step, state, by_draft)
         markov = jnp.moveaxis(markov, 0, 1).reshape(*hidden.shape[:-1], -1)
     return summed_logits((hidden, markov), (weights["lm_head"], weights["markov_w2"]))

@@ -80,7 +80,7 @@ def test_blocks_that_do_not_end_with_a_projection_keep_it_apart(source: Path) ->
 def test_projections_of_one_input_have_one_form() -> None:
     parts = [matrix(f"{n}.weight", 256, 128, (None, None)) for n in "qk"]
     quantization = Quantization((("q", FORMS["fp8"]),))
-    named = "got fp8 with a scale for each channel, activations by token and plain weights"
+    named = "got fp8 with a scale per channel, activations with a scale per token and plain weights"
     with pytest.raises(ConfigError, match=f"expected one form for qkv, .* {named}"):
         stored({"qkv": weight(joined("qkv", parts))}, quantization, num_kv_heads=1)
 
@@ -100,6 +100,12 @@ def test_gate_and_up_have_one_form(projection: str, other: str) -> None:
     with pytest.raises(ConfigError, match=r"expected one form for .*1\.mlp\.{gate,up}_proj") as e:
         models.family(cfg).param_specs(cfg)
     assert "Form(" not in str(e.value)
+    named = {
+        "plain": "fp8 with a scale per channel, activations with a scale per token",
+        "group": "4 bits in groups of 128",
+        "static": "fp8 with a scale per tensor, activations with the checkpoint's scale",
+    }
+    assert named[other] in str(e.value)
 
 
 def test_a_product_reads_weights_of_one_form() -> None:

@@ -35,8 +35,10 @@ class Fp8Form:
     source: Fp8Source
 
     def __str__(self) -> str:
-        scales = {"tensor": "tensor", "channel": "channel", "block": f"{BLOCK} x {BLOCK} weights"}
-        return f"fp8 with a scale for each {scales[self.scales]}, activations by {self.activation}"
+        scales = {"tensor": "tensor", "channel": "channel", "block": f"{BLOCK} x {BLOCK} block"}
+        activation = {"token": "a scale per token", "block": f"a scale per {BLOCK} of a token"}
+        rows = activation.get(self.activation, "the checkpoint's scale")
+        return f"fp8 with a scale per {scales[self.scales]}, activations with {rows}"
 
 
 @dataclass(frozen=True)

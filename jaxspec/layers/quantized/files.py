@@ -28,7 +28,7 @@ Part = Literal["codes", "scales", "zeros", "activation_scale"]
 Shape = tuple[int, int]  # [out, in]
 
 NIBBLES = 8  # codes in an int32
-CODES = np.uint8(16)  # that four bits have
+NUM_CODES = np.uint8(16)  # of four bits
 # Dtypes of a tensor, by the end of its name.
 DTYPES: dict[str, tuple[str, ...]] = {
     "weight": ("float8_e4m3fn",),
@@ -251,7 +251,8 @@ def _zeros(form: Int4Form, array: np.ndarray) -> np.ndarray:
     codes = unpacked(array, axis=1)
     if form.source == "awq":
         return in_awq_order(codes).T
-    return ((codes + np.uint8(form.zeros_from)) % CODES).T  # a zero of 0, less one, is stored as 15
+    # A zero of 0, less one, is stored as 15.
+    return ((codes + np.uint8(form.zeros_from)) % NUM_CODES).T
 
 
 def _check_order(form: Int4Form, module: str, group_of: np.ndarray) -> None:
