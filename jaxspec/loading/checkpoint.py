@@ -71,14 +71,10 @@ class PickledTensor:
 
     def read(self) -> np.ndarray:
         t = self.tensor.detach()
-        torch = _import_torch("")
         # torch cannot hand these to numpy: view the bits
-        for own, bits, dtype in (
-            (torch.bfloat16, torch.int16, ml_dtypes.bfloat16),
-            (torch.float8_e4m3fn, torch.uint8, ml_dtypes.float8_e4m3fn),
-        ):
-            if t.dtype == own:
-                return t.view(bits).numpy().view(dtype)
+        bits = {"bfloat16": "int16", "float8_e4m3fn": "uint8"}.get(self.dtype.name)
+        if bits is not None:
+            return t.view(getattr(_import_torch(""), bits)).numpy().view(self.dtype)
         return t.numpy()
 
 

@@ -89,18 +89,16 @@ def with_stored_scales(cfg: Config, tensors: Mapping[str, Any]) -> Config:
     quantization: Quantization | None = getattr(held, "quantization", None)
     if quantization is None:
         return cfg
-    found: dict[Form, set[str]] = {}
+    forms = [f for f in quantization.forms if isinstance(f, Int4Form) and f.source != "floats"]
+    ends = {scales_of(form) for form in forms}
+    dtypes: dict[Form | None, set[str]] = {form: set() for form in forms}
     for name, tensor in tensors.items():
-        module, _, part = name.rpartition(".")
-        form = quantization.form_of(module) if part in ("scales", "weight_scale") else None
-        if isinstance(form, Int4Form) and form.source != "floats" and part == scales_of(form):
-            found.setdefault(form, set()).add(tensor.dtype.name)
-
-    def stored(form: Form | None) -> Form | None:
-        dtypes = found.get(form, set()) if form is not None else set()
-        if not isinstance(form, Int4Form) or len(dtypes) != 1 or not dtypes <= set(SCALE_DTYPES):
-            return form
-        return replace(form, scale_dtype=min(dtypes))
-
-    rules = tuple((pattern, stored(form)) for pattern, form in quantization.rules)
+        module, _, end = name.rpartition(".")
+        if end in ends and (form := quantization.form_of(module)) in dtypes:
+            dtypes[form].add(tensor.dtype.name)
+    stored: dict[Form | None, Form] = {}
+    for form in forms:
+        if len(dtypes[form]) == 1 and dtypes[form] <= set(SCALE_DTYPES):
+            stored[form] = replace(form, scale_dtype=dtypes[form].pop())
+    rules = tuple((pattern, stored.get(form, form)) for pattern, form in quantization.rules)
     return replace(held, quantization=replace(quantization, rules=rules))

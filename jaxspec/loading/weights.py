@@ -96,8 +96,10 @@ def load_params(
         wanted, where = np.dtype(spec.dtype or dtype), f"{source}: {spec.name}"
         read = [tensors[name].read() for name in spec.tensors]
         if isinstance(spec, JoinedSpec):
-            places = [f"{source}: {name}" for name in spec.tensors]
-            read = [_cast_part(x, wanted, p) for x, p in zip(read, places, strict=True)]
+            read = [
+                _cast_part(part, wanted, f"{source}: {name}")
+                for name, part in zip(spec.tensors, read, strict=True)
+            ]
         array = _cast(spec.assemble(read), wanted, where)
         if array.shape != spec.shape:
             raise ConfigError(f"{where}: expected the shape {spec.shape}, got {array.shape}")

@@ -286,7 +286,7 @@ def test_a_pickle_of_float8_reads_bit_for_bit(tmp_path):
 
 @pytest.mark.oracle
 @pytest.mark.parametrize("kind", ["float8_e5m2", "complex64", "sparse_coo"])
-def test_a_tensor_of_a_pickle_that_numpy_does_not_hold_is_named(tmp_path, kind):
+def test_a_tensor_of_a_pickle_in_another_dtype_is_named(tmp_path, kind):
     import torch
 
     tensor = torch.eye(2)

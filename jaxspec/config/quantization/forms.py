@@ -36,9 +36,13 @@ class Fp8Form:
 
     def __str__(self) -> str:
         scales = {"tensor": "tensor", "channel": "channel", "block": f"{BLOCK} x {BLOCK} block"}
-        activation = {"token": "a scale per token", "block": f"a scale per {BLOCK} of a token"}
-        rows = activation.get(self.activation, "the checkpoint's scale")
-        return f"fp8 with a scale per {scales[self.scales]}, activations with {rows}"
+        activations = {
+            "token": "a scale per token",
+            "block": f"a scale per {BLOCK} of a token",
+            "static": "the checkpoint's scale",
+        }
+        weights, rows = scales[self.scales], activations[self.activation]
+        return f"fp8 with a scale per {weights}, activations with {rows}"
 
 
 @dataclass(frozen=True)
