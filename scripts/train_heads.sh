@@ -5,7 +5,8 @@
 #   PROMPTS=gsm8k_train.jsonl EVAL=mt_bench.jsonl bash scripts/train_heads.sh OUT     # four GPUs, 27 minutes
 #   DRY=--dry-run MINUTES=6 WRITE_MINUTES=1 bash scripts/train_heads.sh OUT           # every stage with a tiny random target on a CPU
 #
-# All GPUs write chats first: short ones on the first half of them, long ones on the others, from prompts that are cut out of LONG_SOURCES.
+# All GPUs write chats first: short ones on the first half of them, half of these from tasks and PROMPTS, and long ones on the others, from
+# prompts that are cut out of LONG_SOURCES.
 # Then each head trains, on GPUs of its own. Last, each one's acceptance is measured. The EAGLE heads get a window of 512 tokens.
 #
 #   OUT/NAME/head     the head (NAME: dspark, eagle3 or eagle), its record, picture and card; OUT/NAME/pieces has it in files of 15 MiB
@@ -23,7 +24,8 @@ set -u
 shopt -s nullglob
 out=${1:?expected a folder for the results: bash scripts/train_heads.sh OUT}
 python=${PYTHON:-python3} dry=${DRY:-} lengths=${LENGTHS:-} validation=scripts/prompts/validation.jsonl
-minutes=${MINUTES:-27} write_minutes=${WRITE_MINUTES:-5.5} measure_minutes=${MEASURE_MINUTES:-2}
+tasks=${dry:+400}
+tasks=${tasks:-100000} minutes=${MINUTES:-27} write_minutes=${WRITE_MINUTES:-5.5} measure_minutes=${MEASURE_MINUTES:-2}
 if [ -z "$dry" ]; then
   prompts=${PROMPTS:?expected a file of prompts that chats begin with} eval=${EVAL:?expected the file of prompts that heads are measured on}
   sources=(${LONG_SOURCES:-/usr/lib/python3*/ /usr/local/lib/python3*/})
@@ -50,8 +52,9 @@ draft() { # draft "GPU ..." LOG EVAL STAGE ARGUMENTS...: a stage of train_draft.
   run "$ids" "$log" scripts/train_draft.py "$@"
 }
 
-short=(--file-share 0.15)
+short=(--file-share 0.5 --prompts "$out/tasks.jsonl")
 long=(--file-share 0.5 --chat-turns 6 --max-len 2048 --num-slots 384 --prefill-rows 32)
+run "" tasks.log scripts/train_draft.py task-prompts "$out/tasks.jsonl" --count $tasks || exit 1
 if [ -z "$dry" ]; then
   run "" long.log scripts/train_draft.py long-prompts "$out/long.jsonl" "${sources[@]}" --count 13000 --lengths 500,800,1100,1500 || exit 1
   short+=(--prompts "$prompts") long+=(--prompts "$out/long.jsonl")

@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -42,6 +42,7 @@ from jaxspec.training.long_prompts import LongPromptConfig, long_prompts, read_t
 from jaxspec.training.methods import METHODS
 from jaxspec.training.run import RunConfig, train_head
 from jaxspec.training.run_record import RunRecord
+from jaxspec.training.task_prompts import TaskPromptConfig, read_tasks, task_prompts
 
 DTYPES = ("bfloat16", "float32")
 # The sizes of a dry run: every code path, in seconds on a CPU.
@@ -358,6 +359,7 @@ def card(
 
 
 LongPrompts = Annotated[Given, given_of(LongPromptConfig, "count", "lengths", "seed")]
+TaskPrompts = Annotated[Given, given_of(TaskPromptConfig, "count", "seed")]
 
 
 def write_long_prompts(
@@ -366,7 +368,18 @@ def write_long_prompts(
     settings: LongPrompts,
 ) -> None:
     """Write long prompts, for --prompts, from the code and prose under some folders."""
-    prompts = long_prompts(LongPromptConfig(**settings), read_texts(texts))
+    _write_prompts(output, long_prompts(LongPromptConfig(**settings), read_texts(texts)))
+
+
+def write_task_prompts(
+    output: Annotated[Path, typer.Argument(help="The JSON Lines file to write.")],
+    settings: TaskPrompts,
+) -> None:
+    """Write short prompts of many kinds, for --prompts."""
+    _write_prompts(output, task_prompts(TaskPromptConfig(**settings), read_tasks()))
+
+
+def _write_prompts(output: Path, prompts: Iterable[str]) -> None:
     lines = [json.dumps({"prompt": prompt}) + "\n" for prompt in prompts]
     write_text(output, "".join(lines))
     print(f"{output}: {len(lines)} prompts, {sum(map(len, lines))} characters")
@@ -389,6 +402,7 @@ app = commands(
         "train": stage("train", "Train on one or more chats.npz, and evaluate."),
         "evaluate": stage("evaluate", "Measure a head's acceptance in the engine."),
         "long-prompts": write_long_prompts,
+        "task-prompts": write_task_prompts,
         "card": card,
         "split": split,
         "join": join,

@@ -4,6 +4,7 @@ chat_target      the target with its chat template and tokenizer
 dry_run          a tiny target with random weights
 generation       the target writes chats: turns in the engine's slots, refilled as they end
 openings         first words of a user's turn, which the target continues
+task_prompts     short prompts: tasks of many kinds, with blanks that are filled at random
 long_prompts     long prompts from texts of this machine: documents, code, retrieval
 data             chats as flat token arrays, prompts and their 13-gram check, batches of one length
 chat_files       chats on disk: prompts of files in, a folder out; several folders in, to train on

@@ -45,7 +45,11 @@ def test_every_stage_of_the_recipe_runs(tmp_path: Path) -> None:
             {"PROMPTS": "none.jsonl"},
             "expected the file of prompts that heads are measured",
         ),
-        (["OUT"], {"DRY": "--dry-run", "PYTHON": "false"}, "no chats were written"),
+        (
+            ["OUT"],
+            {"DRY": "--dry-run", "PYTHON": "false"},
+            "failed: scripts/train_draft.py task-prompts",
+        ),
     ],
 )
 def test_the_recipe_says_what_it_lacks_and_fails(
