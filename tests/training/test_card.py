@@ -55,7 +55,7 @@ def test_the_figures_of_a_committed_card_are_those_of_its_record(path: Path) -> 
     runs = [line for line in made.splitlines() if line.startswith("| 80 prompts, ")]
     other = [line for line in made.splitlines() if line not in committed and line not in runs]
     assert [line for line in other if not line.startswith(BY_HAND)] == []
-    assert len(runs) == (0 if record["head"]["method"] == "dspark" else 2)
+    assert len(runs) == (2 if record["head"]["method"] == "eagle" else 0)
     assert all(line.partition("K = 3 | ")[2] in committed for line in runs)
     assert "0 prompts were removed because they share 13 consecutive words with " in made
 
