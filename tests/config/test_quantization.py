@@ -308,9 +308,6 @@ REFUSED: dict[str, dict[str, Any]] = {
     r"modules_to_not_convert or ignored_layers: expected regular .*, got '\(': missing": changed(
         quantized.DEEPSEEK_FP8, "ignored_layers", ["("]
     ),
-    r"ignored_layers: expected regular expressions .*global flags": changed(
-        quantized.DEEPSEEK_FP8, "ignored_layers", ["(?i)fc"]
-    ),
     "expected kv_cache_scheme 'static' or None, got 'dynamic'": changed(
         STATIC_FP8, "kv_cache_scheme", "dynamic"
     ),
@@ -336,6 +333,17 @@ REFUSED: dict[str, dict[str, Any]] = {
     "expected lm_head False or None, got True": changed(quantized.GPTQ, "lm_head", True),
     "expected version 'gemm' or None, got 'gemv'": changed(quantized.AWQ, "version", "GEMV"),
 }
+
+
+def test_a_pattern_may_begin_with_flags() -> None:
+    found = read(changed(quantized.DEEPSEEK_FP8, "ignored_layers", ["(?i).*Q_proj"]))
+    assert found.form_of(Q_PROJ) is None and found.form_of(Q_PROJ.replace("q_", "k_")) is not None
+
+
+def test_a_pattern_that_takes_too_long_is_one_sentence() -> None:
+    found = read(changed(DYNAMIC, "ignore", [r"re:(?:\w|\w\w|\.)*[!?]"]))
+    with pytest.raises(ConfigError, match=r"that match within 1 s, got '\(\?:.* for model\."):
+        found.form_of(f"{Q_PROJ}_{'x' * 40}")
 
 
 @pytest.mark.parametrize("message", REFUSED)

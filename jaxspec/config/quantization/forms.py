@@ -8,12 +8,15 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Literal, TypeVar, cast, get_args
 
+import regex
+
 from jaxspec.config.reading import ConfigError, shown
 
 Config = TypeVar("Config")
 BLOCK = 128  # rows and columns that share a scale, and activations that do
 GROUPS = (32, 64, 128)  # sizes of groups of 4-bit weights
 LONGEST_PATTERN = 500
+MATCH_SECONDS = 1.0  # nested stars can take a time exponential in a name's length
 SCALE_DTYPES = ("bfloat16", "float16", "float32")
 
 Fp8Source = Literal["compressed-tensors", "fp8", "modelopt", "floats"]
@@ -88,7 +91,7 @@ class Quantization:
     def form_of(self, module: str) -> Form | None:
         """Return the form of a module, None for plain weights."""
         for pattern, form in self.rules:
-            if _compiled(pattern).match(module):
+            if _matches(pattern, module):
                 return form
         return None
 
@@ -181,7 +184,7 @@ def checked_pattern(pattern: str, key: str) -> str:
         if len(pattern) > LONGEST_PATTERN:
             raise ValueError(f"one of {len(pattern)} characters")
         _compiled(pattern)
-    except (re.error, ValueError, RecursionError, OverflowError) as e:
+    except (regex.error, ValueError, RecursionError, OverflowError) as e:
         raise ConfigError(
             f"quantization_config.{key}: expected regular expressions of at most "
             f"{LONGEST_PATTERN} characters, got {shown(pattern)}: {e}"
@@ -222,6 +225,17 @@ def scale_dtype_of(config: Mapping[str, Any]) -> str:
     return dtype if dtype in SCALE_DTYPES else "float32"
 
 
+def _matches(pattern: str, module: str) -> bool:
+    """Return whether a module's name begins with a match; ConfigError if that takes too long."""
+    try:
+        return _compiled(pattern).match(module, timeout=MATCH_SECONDS) is not None
+    except TimeoutError as e:
+        raise ConfigError(
+            "quantization_config: expected regular expressions that match within "
+            f"{MATCH_SECONDS:g} s, got {shown(pattern)} for {module}"
+        ) from e
+
+
 @lru_cache(maxsize=1024)
-def _compiled(pattern: str) -> re.Pattern[str]:
-    return re.compile(pattern)
+def _compiled(pattern: str) -> regex.Pattern[str]:
+    return regex.compile(pattern)
