@@ -20,13 +20,14 @@
 #   TASKS=100000                    short prompts that are made of tasks, beside PROMPTS
 #   LONG_SOURCES                    folders of texts; without them, Python's own
 #   LENGTHS                         files of prompts of several lengths, to measure acceptance by
-#   SEED=0 PYTHON=python3
+#   SEED=0                          of prompts and chats: another one for each run that continues a head
+#   PYTHON=python3
 set -u
 shopt -s nullglob
 out=${1:?expected a folder for the results: bash scripts/train_heads.sh OUT}
 python=${PYTHON:-python3} dry=${DRY:-} lengths=${LENGTHS:-} validation=scripts/prompts/validation.jsonl
 tasks=${TASKS:-${dry:+400}}
-tasks=${tasks:-100000} minutes=${MINUTES:-27} write_minutes=${WRITE_MINUTES:-5.5} measure_minutes=${MEASURE_MINUTES:-2}
+tasks=${tasks:-100000} seed=${SEED:-0} minutes=${MINUTES:-27} write_minutes=${WRITE_MINUTES:-5.5} measure_minutes=${MEASURE_MINUTES:-2}
 if [ -z "$dry" ]; then
   prompts=${PROMPTS:?expected a file of prompts that chats begin with} eval=${EVAL:?expected the file of prompts that heads are measured on}
   sources=(${LONG_SOURCES:-/usr/lib/python3*/ /usr/local/lib/python3*/})
@@ -55,9 +56,9 @@ draft() { # draft "GPU ..." LOG EVAL STAGE ARGUMENTS...: a stage of train_draft.
 
 short=(--file-share 0.5 --prompts "$out/tasks.jsonl")
 long=(--file-share 0.5 --chat-turns 6 --max-len 2048 --num-slots 384 --prefill-rows 32)
-run "" tasks.log scripts/train_draft.py task-prompts "$out/tasks.jsonl" --count $tasks || exit 1
+run "" tasks.log scripts/train_draft.py task-prompts "$out/tasks.jsonl" --count $tasks --seed $seed || exit 1
 if [ -z "$dry" ]; then
-  run "" long.log scripts/train_draft.py long-prompts "$out/long.jsonl" "${sources[@]}" --count 13000 --lengths 500,800,1100,1500 || exit 1
+  run "" long.log scripts/train_draft.py long-prompts "$out/long.jsonl" "${sources[@]}" --count 13000 --lengths 500,800,1100,1500 --seed $seed || exit 1
   short+=(--prompts "$prompts") long+=(--prompts "$out/long.jsonl")
   [ -n "${TARGET:-}" ] || run "${all[0]}" target.log -m jaxspec.loading.default_target || exit 1 # unpacked once, for all
 fi
@@ -66,7 +67,7 @@ half=$(((${#all[@]} + 1) / 2))
 for i in "${!all[@]}"; do
   if [ "$i" -lt $half ]; then kind=("${short[@]}" --shard $i/$half); else kind=("${long[@]}" --shard $((i - half))/$((${#all[@]} - half))); fi
   draft "${all[i]}" write$i.log "${eval:-}" generate --output "$out/chats$i" --generate-minutes "$(until_minute "$write_minutes")" \
-    --seed $((${SEED:-0} + i)) --greedy-share 0.75 --opened-share 0.6 --max-user-tokens 192 --max-answer-tokens 288 "${kind[@]}" &
+    --seed $((seed + i)) --greedy-share 0.75 --opened-share 0.6 --max-user-tokens 192 --max-answer-tokens 288 "${kind[@]}" &
 done
 wait
 chats=()

@@ -2,7 +2,8 @@
 
 User's turns that a small target samples are often incoherent, and a file of prompts has one kind of
 task. These are whole sentences of twelve kinds. task_prompts.json holds the tasks and the words
-for their blanks; all lines are written for it, and none is taken from an evaluation set.
+for their blanks. All lines are written for it: an evaluation set may have the same kinds of task,
+and no sentence of these.
 
     {topic}, {topic2}  different words of the list `topic`; {style} is left out half of the time
     {n:3-12}           a whole number from 3 to 12, drawn anew at each blank

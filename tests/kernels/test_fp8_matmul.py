@@ -447,3 +447,31 @@ def test_products_that_take_what_gate_and_up_measure(
     )
     assert takes_largest(rows, weight, "mosaic_gpu") == expected
     assert not takes_largest(rows, weight, "reference")
+
+
+# ---- on the device
+
+LLAMA_8B = {
+    "qkv": (4096, (4096, 1024, 1024)),
+    "o": (4096, (4096,)),
+    "gate, up": (4096, (14336, 14336)),
+    "down": (14336, (4096,)),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("rows", [1, 4, 16, 64])
+@pytest.mark.parametrize("name", LLAMA_8B)
+def test_equals_float64_on_the_gpu(name: str, rows: int, form: str) -> None:
+    """Rows without a value far above the others: tensor cores keep about 14 bits of a sum."""
+    depth, widths = LLAMA_8B[name]
+    x = jax.random.normal(jax.random.key(rows), (rows, depth), jnp.bfloat16)
+    weights = tuple(fp8_weight(i, width, depth, form) for i, width in enumerate(widths))
+    inputs = Inputs(x=x, weights=weights, swiglu=name == "gate, up")
+    got = fp8_matmul(inputs, implementation="mosaic_gpu")
+    assert_close(inputs, got)
+    if form == "channel":
+        for row in {0, rows - 1}:
+            alone = fp8_matmul(inputs.take_rows(row, row + 1), implementation="mosaic_gpu")
+            np.testing.assert_array_equal(bits(alone), bits(got[row : row + 1]))

@@ -35,6 +35,24 @@ def test_every_stage_of_the_recipe_runs(tmp_path: Path) -> None:
     assert not (tmp_path / "eagle").exists()  # EAGLE="" trains no such head
 
 
+def test_the_recipe_ends_where_no_writer_finished_a_chat(tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\n[ "$2" != generate ] && exec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    settings = {"DRY": "--dry-run", "PYTHON": str(python), "JAX_PLATFORMS": "cpu", "TASKS": "4"}
+    done = subprocess.run(
+        ["bash", str(ROOT / "scripts" / "train_heads.sh"), str(tmp_path / "out")],
+        cwd=ROOT,
+        env={**os.environ, **settings},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+    assert done.returncode == 1 and done.stderr.endswith("no chats were written\n"), done.stderr
+    assert len((tmp_path / "out" / "tasks.jsonl").read_text().splitlines()) == 4
+
+
 @pytest.mark.parametrize(
     ("arguments", "settings", "message"),
     [
