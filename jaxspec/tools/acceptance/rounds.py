@@ -399,7 +399,8 @@ def count(records: Sequence[Record], batch: Sequence[Request], K: int, *, sample
     accepted = (num_sampled[..., None] > 1 + np.arange(K)).sum(axis=0)
 
     def total(values: jax.Array) -> np.ndarray:
-        return (np.asarray(values, np.float64)[..., :K] * live[..., None]).sum(axis=0)
+        # A slot that has had no request yet has temperature 0, which makes NaN.
+        return np.where(live[..., None], np.asarray(values, np.float64)[..., :K], 0.0).sum(axis=0)
 
     expected = {rule: total(getattr(record.expected, rule)) for rule in rules}
     rounds, sums = live.sum(axis=0), (surprise, entropy, squares)
