@@ -5,9 +5,8 @@
 #   PROMPTS=gsm8k_train.jsonl EVAL=mt_bench.jsonl bash scripts/train_heads.sh OUT     # four GPUs, 27 minutes
 #   DRY=--dry-run MINUTES=6 WRITE_MINUTES=1 bash scripts/train_heads.sh OUT           # every stage with a tiny random target on a CPU
 #
-# All GPUs write chats first: short ones on the first half of them, half of these from tasks and PROMPTS, and long ones on the others, from
-# prompts that are cut out of LONG_SOURCES.
-# Then each head trains, on GPUs of its own. Last, each one's acceptance is measured. The EAGLE heads get a window of 512 tokens.
+# All GPUs write chats first. The first half of them write short ones, half of these from tasks and PROMPTS; the others write long ones, from
+# prompts that are cut out of LONG_SOURCES. Then each head trains, on GPUs of its own. Last, each one's acceptance is measured. The EAGLE heads get a window of 512 tokens.
 #
 #   OUT/NAME/head     the head (NAME: dspark, eagle3 or eagle), its record, picture and card; OUT/NAME/pieces has it in files of 15 MiB
 #   OUT/log           what each stage printed
@@ -26,11 +25,12 @@ set -u
 shopt -s nullglob
 out=${1:?expected a folder for the results: bash scripts/train_heads.sh OUT}
 python=${PYTHON:-python3} dry=${DRY:-} lengths=${LENGTHS:-} validation=scripts/prompts/validation.jsonl
-tasks=${TASKS:-${dry:+400}}
-tasks=${tasks:-100000} seed=${SEED:-0} minutes=${MINUTES:-27} write_minutes=${WRITE_MINUTES:-5.5} measure_minutes=${MEASURE_MINUTES:-2}
+seed=${SEED:-0} minutes=${MINUTES:-27} write_minutes=${WRITE_MINUTES:-5.5} measure_minutes=${MEASURE_MINUTES:-2}
 if [ -z "$dry" ]; then
   prompts=${PROMPTS:?expected a file of prompts that chats begin with} eval=${EVAL:?expected the file of prompts that heads are measured on}
-  sources=(${LONG_SOURCES:-/usr/lib/python3*/ /usr/local/lib/python3*/})
+  sources=(${LONG_SOURCES:-/usr/lib/python3*/ /usr/local/lib/python3*/}) tasks=${TASKS:-100000}
+else
+  tasks=${TASKS:-400}
 fi
 declare -A gpus=([dspark]="${DSPARK-0 1}" [eagle3]="${EAGLE3-2}" [eagle]="${EAGLE-3}")
 all=(${gpus[dspark]} ${gpus[eagle3]} ${gpus[eagle]})

@@ -193,8 +193,19 @@ def within_context(
     return replace(speculative, draft_max_model_len=longest)
 
 
-def _check_settled(speculative: SpeculativeConfig, draft: Any) -> None:
-    """ConfigError for a setting that loading follows, unless a loaded draft's config has it."""
+def _check_given_draft(speculative: SpeculativeConfig, draft: Any) -> None:
+    """Raise ConfigError for settings that a loaded draft's config does not bear out.
+
+    They are another method, other methods' options, and what loading alone can follow.
+    """
+    method = drafts.method_name(draft)
+    if method in drafts.METHODS:
+        if speculative.method not in (None, method):
+            raise ConfigError(
+                f"method: expected {method!r}, which the given draft is (or none), "
+                f"got {speculative.method!r}"
+            )
+        check_options(speculative, method)
     weights = getattr(draft, "model", getattr(draft, "target", draft))  # whose codes a draft has
     held = getattr(weights, "quantization", None)
     for name, has in (
@@ -237,15 +248,8 @@ def given_parts(
     ):
         if not is_right:
             raise ConfigError(f"{name}: expected jaxspec's class or None, got {shown(value)}")
-    if speculative is not None and (method := drafts.method_name(draft[0])) in drafts.METHODS:
-        if speculative.method not in (None, method):
-            raise ConfigError(
-                f"method: expected {method!r}, which the given draft is (or none), "
-                f"got {speculative.method!r}"
-            )
-        check_options(speculative, method)
     if speculative is not None:
-        _check_settled(speculative, draft[0])
+        _check_given_draft(speculative, draft[0])
     if config is not None and config.quantize is not None:
         held = getattr(target[0], "quantization", None)
         if not is_while_loading(held, config.quantize):

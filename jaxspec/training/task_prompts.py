@@ -69,15 +69,17 @@ def task_prompts(cfg: TaskPromptConfig, tasks: Tasks) -> Iterator[str]:
     while len(seen) < cfg.count:
         kind = next(kinds)
         prompt = fill(kind[int(rng.integers(len(kind)))], tasks.words, rng)
-        in_vain = in_vain + 1 if prompt in seen else 0
+        if prompt not in seen:
+            in_vain = 0
+            seen.add(prompt)
+            yield prompt
+            continue
+        in_vain += 1
         if in_vain == MOST_IN_VAIN:
             raise ConfigError(
                 f"task prompts: expected a count that the tasks allow, at most about {len(seen)}, "
                 f"got {cfg.count}"
             )
-        if not in_vain:
-            seen.add(prompt)
-            yield prompt
 
 
 def fill(task: str, words: dict[str, list[str]], rng: np.random.Generator) -> str:

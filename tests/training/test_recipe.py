@@ -13,19 +13,23 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
+def recipe(*arguments: str, cwd: Path = ROOT, **settings: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        ["bash", str(ROOT / "scripts" / "train_heads.sh"), *arguments],
+        cwd=cwd,
+        env={**os.environ, "JAX_PLATFORMS": "cpu", **settings},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=600,
+    )
+
+
 @pytest.mark.slow
 def test_every_stage_of_the_recipe_runs(tmp_path: Path) -> None:
     settings = {"DRY": "--dry-run", "MINUTES": "6", "WRITE_MINUTES": "1", "EAGLE": ""}
-    done = subprocess.run(
-        ["bash", str(ROOT / "scripts" / "train_heads.sh"), str(tmp_path)],
-        cwd=ROOT,
-        env={**os.environ, **settings, "PYTHON": sys.executable, "JAX_PLATFORMS": "cpu"},
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=600,
-    )
-    assert done.stderr == "", done.stderr
+    done = recipe(str(tmp_path), PYTHON=sys.executable, **settings)
+    assert done.returncode == 0 and done.stderr == "", done.stderr
     for name in ("dspark", "eagle3"):
         head = tmp_path / name / "head"
         record = json.loads((head / "training.json").read_text())
@@ -39,16 +43,7 @@ def test_the_recipe_ends_where_no_writer_finished_a_chat(tmp_path: Path) -> None
     python = tmp_path / "python"
     python.write_text(f'#!/bin/sh\n[ "$2" != generate ] && exec {sys.executable} "$@"\n')
     python.chmod(0o755)
-    settings = {"DRY": "--dry-run", "PYTHON": str(python), "JAX_PLATFORMS": "cpu", "TASKS": "4"}
-    done = subprocess.run(
-        ["bash", str(ROOT / "scripts" / "train_heads.sh"), str(tmp_path / "out")],
-        cwd=ROOT,
-        env={**os.environ, **settings},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-    )
+    done = recipe(str(tmp_path / "out"), DRY="--dry-run", PYTHON=str(python), TASKS="4")
     assert done.returncode == 1 and done.stderr.endswith("no chats were written\n"), done.stderr
     assert len((tmp_path / "out" / "tasks.jsonl").read_text().splitlines()) == 4
 
@@ -73,12 +68,5 @@ def test_the_recipe_ends_where_no_writer_finished_a_chat(tmp_path: Path) -> None
 def test_the_recipe_says_what_it_lacks_and_fails(
     arguments: list[str], settings: dict[str, str], message: str, tmp_path: Path
 ) -> None:
-    done = subprocess.run(
-        ["bash", str(ROOT / "scripts" / "train_heads.sh"), *arguments],
-        cwd=tmp_path,
-        env={**os.environ, **settings},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = recipe(*arguments, cwd=tmp_path, **settings)
     assert done.returncode == 1 and message in done.stderr, done.stderr

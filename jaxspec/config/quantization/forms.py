@@ -38,14 +38,13 @@ class Fp8Form:
     source: Fp8Source
 
     def __str__(self) -> str:
-        scales = {"tensor": "tensor", "channel": "channel", "block": f"{BLOCK} x {BLOCK} block"}
         activations = {
             "token": "a scale per token",
             "block": f"a scale per {BLOCK} of a token",
             "static": "the checkpoint's scale",
         }
-        weights, rows = scales[self.scales], activations[self.activation]
-        return f"fp8 with a scale per {weights}, activations with {rows}"
+        weights = f"{BLOCK} x {BLOCK} block" if self.scales == "block" else self.scales
+        return f"fp8 with a scale per {weights}, activations with {activations[self.activation]}"
 
 
 @dataclass(frozen=True)
