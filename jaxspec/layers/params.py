@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias, cast
 
 import jax
@@ -124,6 +124,23 @@ class AssembledSpec(ParamSpec):
 
 
 @dataclass(frozen=True)
+class CutSpec(ParamSpec):
+    """The first entries, along every axis, of an array that the checkpoint has larger.
+
+    whole: the larger array
+    """
+
+    whole: ParamSpec = field(default=cast(ParamSpec, None))
+
+    @property
+    def tensors(self) -> dict[str, tuple[int, ...]]:
+        return self.whole.tensors
+
+    def assemble(self, arrays: Sequence[np.ndarray]) -> np.ndarray:
+        return self.whole.assemble(arrays)[tuple(slice(size) for size in self.shape)]
+
+
+@dataclass(frozen=True)
 class JoinedSpec(ParamSpec):
     """Projections (or biases) of one input, side by side in one array.
 
@@ -186,6 +203,13 @@ def projection(
 ) -> Weight:
     """Return the Weight of a matrix, for products."""
     return weight(matrix(name, rows_in, rows_out, axes))
+
+
+def cut(whole: ParamSpec, spec: ParamSpec) -> ParamSpec:
+    """Return spec, which is read from the first entries of `whole` where that is larger."""
+    if whole.shape == spec.shape:
+        return spec
+    return CutSpec(spec.name, spec.shape, spec.axes, dtype=spec.dtype, whole=whole)
 
 
 def joined(name: str, parts: Sequence[ParamSpec]) -> JoinedSpec:

@@ -17,7 +17,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from jaxspec.config import ConfigError, shown
-from jaxspec.loading.fp8 import Readable, ScaledTensor
+from jaxspec.loading.fp8 import ScaledTensor
 from jaxspec.loading.quantized import Ones, Reshaped
 
 SAFE_TORCH = (2, 6)  # before, torch.load could run code with weights_only too
@@ -78,18 +78,7 @@ class PickledTensor:
         return t.numpy()
 
 
-@dataclass(frozen=True)
-class CutTensor:
-    """The part of a tensor from its first entry on, along every axis."""
-
-    tensor: Readable
-    shape: tuple[int, ...]
-
-    def read(self) -> np.ndarray:
-        return self.tensor.read()[tuple(slice(size) for size in self.shape)]
-
-
-LazyTensor = SafetensorsTensor | PickledTensor | ScaledTensor | Reshaped | Ones | CutTensor
+LazyTensor = SafetensorsTensor | PickledTensor | ScaledTensor | Reshaped | Ones
 
 
 @dataclass(frozen=True)

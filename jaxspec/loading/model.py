@@ -24,12 +24,12 @@ from jaxspec.config.quantization import (
 from jaxspec.config.reading import values_as_sentences
 from jaxspec.drafts import draft_model
 from jaxspec.layers.mxfp4 import BLOCK
-from jaxspec.layers.params import Params, is_spec, vector
+from jaxspec.layers.params import Params, cut, is_spec, vector
 from jaxspec.layers.quantized.table import QuantizedSpec
-from jaxspec.loading.checkpoint import Checkpoint, CutTensor, open_checkpoint
+from jaxspec.loading.checkpoint import Checkpoint, open_checkpoint
 from jaxspec.loading.fp8 import with_scales
 from jaxspec.loading.quantized import stored_tensors, with_stored_scales
-from jaxspec.loading.weights import LazyTensor, check_shapes, load_params
+from jaxspec.loading.weights import LazyTensor, load_params
 from jaxspec.models.decoder import lm_head
 from jaxspec.parallel.layout import ONE_PLACE, Layout, Placement
 
@@ -221,21 +221,19 @@ def load_draft_model(
     whole = with_stored_scales(whole, checkpoint.tensors)
     whole = with_expert_storage(whole, "auto", placement.draft(whole))
     cfg = draft_model.drafts_for(whole, target)
-    specs, whole_specs = draft_model.param_specs(cfg), models.family(whole).param_specs(whole)
-    ignore = lambda name: draft_model.ignored_tensor(cfg, name)  # noqa: E731
-    tensors = table_tensors(checkpoint, whole, whole_specs)
-    shapes = {name: tensor.shape for name, tensor in tensors.items()}
-    check_shapes(whole_specs, shapes, ignore=ignore, source=source)
-    cut = {
-        name: CutTensor(tensors[name], shape)
-        for spec in jax.tree.leaves(specs, is_leaf=is_spec)
-        for name, shape in spec.tensors.items()
-        if shapes[name] != shape
-    }
+    whole_specs = models.family(whole).param_specs(whole)
+    # Cut after it is read: codes of 4 bits come with the shape of the whole matrix.
+    specs = jax.tree.map(cut, whole_specs, draft_model.param_specs(cfg), is_leaf=is_spec)
     form = form_while_loading(speculative.draft_quantize, checkpoint.config, key="draft_quantize")
     warn_of_plain_experts("draft_quantize", form, specs)
-    layout = placement.draft(cfg)
-    params = load_params(specs, {**tensors, **cut}, dtype, layout, ignore=ignore, source=source)
+    params = load_params(
+        specs,
+        table_tensors(checkpoint, whole, whole_specs),
+        dtype,
+        placement.draft(cfg),
+        ignore=lambda name: draft_model.ignored_tensor(cfg, name),
+        source=source,
+    )
     return cfg, bind_draft_model(cfg, params, placement)
 
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from jaxspec.config import ConfigError
 from jaxspec.layers.mxfp4 import LARGEST_NARROW, Mxfp4Spec
-from jaxspec.layers.params import IndexSpec, ParamSpec
+from jaxspec.layers.params import CutSpec, IndexSpec, ParamSpec
 
 CHUNK = 1 << 18  # numbers that are read twice while they are in the processor's cache
 
@@ -23,6 +23,8 @@ def check_weight(spec: ParamSpec, array: np.ndarray, dtype: np.dtype, where: str
     where: names the weight in the message
     """
     check_kind(array, dtype, where)
+    if isinstance(spec, CutSpec):
+        spec = spec.whole
     if isinstance(spec, IndexSpec):
         low, high = (int(array.min()), int(array.max())) if array.size else (0, 0)
         if low < 0 or high >= spec.below:

@@ -10,14 +10,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from jaxspec import LLM, ConfigError, SamplingParams
+from jaxspec import LLM, ConfigError, SamplingParams, SpeculativeConfig
 from jaxspec.drafts import DraftModelConfig
 from jaxspec.loading.gguf_file import convert_gguf
+from jaxspec.loading.model import load_draft, load_target
 from jaxspec.loading.same_vocabulary import check_same_vocabulary
+from tests.support import quantized
 
 K = 2
 
@@ -124,6 +127,23 @@ def test_drafts_end_where_the_drafts_positions_do(
     assert "draft_max_model_len: 32, the draft's max_position_embeddings" in caplog.text
     shorter = load(target, draft, draft_max_model_len=20)
     assert shorter.speculative is not None and shorter.speculative.draft_max_model_len == 20
+
+
+@pytest.mark.parametrize("width", [88, 90])
+def test_a_head_in_4_bits_is_cut_to_the_targets_width(width: int, tmp_path: Path) -> None:
+    """Its codes come in eights of rows, with the shape of the whole matrix."""
+    narrow = quantized.NARROW | {"vocab_size": width}
+    cfg, params = load_target(quantized.plain_checkpoint(tmp_path / "target", narrow), jnp.float32)
+    source = quantized.plain_checkpoint(tmp_path / "source", seed=1)
+    draft = quantized.compressed_int4(source, tmp_path / "draft", lm_head=True)
+    settings = SpeculativeConfig(str(draft), "draft_model")
+    _, loaded = load_draft(draft, cfg, params, settings, jnp.float32)
+    stored = quantized.tensors_of(source)
+    head = quantized.floats(*quantized.asymmetric(stored["lm_head.weight"], 128))
+    np.testing.assert_array_equal(loaded["lm_head"].values, head[:width].T)
+    np.testing.assert_array_equal(
+        loaded["embed_tokens"], stored["model.embed_tokens.weight"][:width]
+    )
 
 
 # --- errors

@@ -12,7 +12,15 @@ from safetensors.numpy import save_file
 
 from jaxspec.config import ConfigError
 from jaxspec.layers.mxfp4 import packed_weight
-from jaxspec.layers.params import AssembledSpec, IndexSpec, JoinedSpec, ParamSpec, joined, matrix
+from jaxspec.layers.params import (
+    AssembledSpec,
+    IndexSpec,
+    JoinedSpec,
+    ParamSpec,
+    cut,
+    joined,
+    matrix,
+)
 from jaxspec.loading import load_params, open_checkpoint
 from jaxspec.loading.weight_checks import CHUNK, is_finite
 
@@ -121,6 +129,13 @@ def test_indices_out_of_their_table_are_refused(tmp_path: Path) -> None:
     for wrong in (4, -1):
         with pytest.raises(ConfigError, match=r"table: expected indices in 0\.\.3, got"):
             load(tmp_path, spec, np.array([1, wrong]))
+
+
+def test_a_cut_table_of_indices_is_checked_too(tmp_path: Path) -> None:
+    whole, spec = (IndexSpec("table", (size,), (None,), below=4) for size in (3, 2))
+    assert load(tmp_path, cut(whole, spec), np.array([0, 3, 9]))["w"].tolist() == [0, 3]
+    with pytest.raises(ConfigError, match=r"table: expected indices in 0\.\.3, got"):
+        load(tmp_path, cut(whole, spec), np.array([1, 4, 0]))
 
 
 @pytest.mark.parametrize(

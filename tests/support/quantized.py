@@ -400,21 +400,31 @@ def awq(source: Path, folder: Path) -> Path:
     return with_dtype(rewritten(source, folder, AWQ, quantise), "float16")
 
 
-def compressed_int4(source: Path, folder: Path) -> Path:
+def packed_parts(weight: np.ndarray) -> dict[str, np.ndarray]:
     """llm-compressor's W4A16_ASYM: words along the input, zeros in words along the output."""
+    codes, scales, zeros = asymmetric(weight, 128)
+    return {
+        "weight_packed": along_columns(codes),
+        "weight_scale": scales,
+        "weight_zero_point": along_rows(zeros),
+        "weight_shape": np.array(weight.shape, np.int64),
+    }
 
-    def quantise(_: str, weight: np.ndarray) -> dict[str, np.ndarray]:
-        codes, scales, zeros = asymmetric(weight, 128)
-        return {
-            "weight_packed": along_columns(codes),
-            "weight_scale": scales,
-            "weight_zero_point": along_rows(zeros),
-            "weight_shape": np.array(weight.shape, np.int64),
-        }
 
-    weights = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128}
-    config = compressed(weights | {"symmetric": False}, None, "pack-quantized")
-    return with_dtype(rewritten(source, folder, config, quantise), "float16")
+OF_GROUPS = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128}
+W4A16 = compressed(OF_GROUPS | {"symmetric": False}, None, "pack-quantized")
+
+
+def compressed_int4(source: Path, folder: Path, *, lm_head: bool = False) -> Path:
+    """llm-compressor's W4A16_ASYM, with the head in codes or plain."""
+    config = W4A16 | {"ignore": [] if lm_head else ["lm_head"]}
+    out = rewritten(source, folder, config, lambda _, weight: packed_parts(weight))
+    if lm_head:
+        tensors = tensors_of(out)
+        made = packed_parts(tensors.pop("lm_head.weight"))
+        tensors |= {f"lm_head.{part}": array for part, array in made.items()}
+        save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
+    return with_dtype(out, "float16")
 
 
 def with_dtype(folder: Path, dtype: str) -> Path:
