@@ -13,6 +13,7 @@ from typing import Any
 
 from jaxspec.config import ConfigError, read_bool, read_int, read_object
 from jaxspec.config.reading import shown
+from jaxspec.layers.quantized.files import weight_name
 
 logger = logging.getLogger(__name__)
 
@@ -85,7 +86,7 @@ def head_method(config: Mapping[str, Any], names: Collection[str]) -> str:
                 f"got {shown(spoken)}"
             )
         return spoken
-    tensors = {without_prefix(name) for name in names}
+    tensors = {without_prefix(weight_name(name)) for name in names}
     if BLOCK_TENSOR in tensors or (not tensors and drafts_blocks(config)):
         is_dspark = DSPARK_TENSOR in tensors or "dspark" in architectures(config)
         return "dspark" if is_dspark else "dflash"
@@ -116,7 +117,7 @@ def is_head(config: Mapping[str, Any], names: Collection[str] = ()) -> bool:
         "speculators_config" in config
         or "eagle3" in architectures(config)
         or drafts_blocks(config)
-        or any(without_prefix(name) in markers for name in names)
+        or any(without_prefix(weight_name(name)) in markers for name in names)
     )
 
 

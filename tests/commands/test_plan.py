@@ -210,6 +210,14 @@ def test_a_quantised_head_is_planned(runner: tuple, tmp_path: Path) -> None:
     assert done.exit_code == 0 and "fits:" in done.output, done.output
 
 
+@pytest.mark.parametrize("lm_head", [False, True])
+def test_the_plan_knows_weights_by_their_4_bit_codes(lm_head: bool, tmp_path: Path) -> None:
+    target = models.config_from_hf(quantized.NARROW)
+    head = str(quantized.four_bit_head(tmp_path, "int4", lm_head=lm_head))
+    draft = script.read_draft(head, target, SpeculativeConfig(head))
+    assert draft.method == "eagle" and draft.own_lm_head == lm_head
+
+
 def test_a_head_may_be_quantised_in_the_plan(tmp_path: Path) -> None:
     target = models.config_from_hf(quantized.NARROW)
     head = str(quantized.eagle_head(tmp_path, "plain"))

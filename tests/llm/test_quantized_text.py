@@ -132,6 +132,26 @@ def test_target_and_head_may_differ_in_form(
     assert generate(llm) == generate(LLM(str(folders[target]), **SETTINGS))
 
 
+@pytest.mark.parametrize("form", quantized.FOUR_BITS)
+def test_fc_of_an_eagle_head_may_be_in_4_bits(
+    form: str, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    """Its tensors' names tell the method, and an lm_head is the head's own."""
+    has_head = form == "int4"  # others leave it plain
+    head = quantized.four_bit_head(tmp_path, form, lm_head=has_head)
+    drafts = {"model": str(head), "num_speculative_tokens": 2}
+    llm = LLM(str(folders["plain"]), speculative_config=drafts, **SETTINGS)
+    draft = llm.params["draft"]
+    stored = quantized.tensors_of(quantized.eagle_head(tmp_path / "again", "plain"))["fc.weight"]
+    wanted = quantized.floats(*quantized.asymmetric(stored, 128)).T
+    np.testing.assert_array_equal(draft["fc"].to_array(jnp.float32), wanted)
+    assert (draft["lm_head"] is not llm.params["target"]["lm_head"]) == has_head
+    assert generate(llm) == generate(LLM(str(folders["plain"]), **SETTINGS))
+    speculative = SpeculativeConfig(str(head), "draft_model")
+    with pytest.raises(ConfigError, match="expected a whole model, got a draft head"):
+        LLM(str(folders["plain"]), speculative_config=speculative, **SETTINGS)
+
+
 # --- quantize= -------------------------------------------------------------------------------
 
 

@@ -371,33 +371,38 @@ AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, 
 
 
 def gptq(source: Path, folder: Path, *, sym: bool, v2: bool = False) -> Path:
-    """AutoGPTQ's layout: words along the input, and zeros less one; GPTQModel's has whole zeros."""
-
-    def quantise(_: str, weight: np.ndarray) -> dict[str, np.ndarray]:
-        codes, scales, zeros = (symmetric if sym else asymmetric)(weight, 128)
-        return {
-            "qweight": along_rows(codes.T),
-            "qzeros": along_columns(zeros.T - (0 if v2 else 1)),
-            "scales": np.ascontiguousarray(scales.T),
-            "g_idx": (np.arange(weight.shape[1]) // 128).astype(np.int32),
-        }
-
+    """AutoGPTQ's layout, or GPTQModel's."""
     own = {"sym": sym} | ({"checkpoint_format": "gptq_v2"} if v2 else {})
-    return with_dtype(rewritten(source, folder, GPTQ | own, quantise), "float16")
+    quantise = partial(gptq_parts, sym=sym, v2=v2)
+    made = rewritten(source, folder, GPTQ | own, lambda _, weight: quantise(weight))
+    return with_dtype(made, "float16")
+
+
+def gptq_parts(weight: np.ndarray, *, sym: bool = False, v2: bool = False) -> dict[str, np.ndarray]:
+    """AutoGPTQ's layout: words along the input, and zeros less one; GPTQModel's has whole zeros."""
+    codes, scales, zeros = (symmetric if sym else asymmetric)(weight, 128)
+    return {
+        "qweight": along_rows(codes.T),
+        "qzeros": along_columns(zeros.T - (0 if v2 else 1)),
+        "scales": np.ascontiguousarray(scales.T),
+        "g_idx": (np.arange(weight.shape[1]) // 128).astype(np.int32),
+    }
 
 
 def awq(source: Path, folder: Path) -> Path:
+    """AutoAWQ's layout."""
+    made = rewritten(source, folder, AWQ, lambda _, weight: awq_parts(weight))
+    return with_dtype(made, "float16")
+
+
+def awq_parts(weight: np.ndarray) -> dict[str, np.ndarray]:
     """AutoAWQ's layout: words along the output, in an order of their own."""
-
-    def quantise(_: str, weight: np.ndarray) -> dict[str, np.ndarray]:
-        codes, scales, zeros = asymmetric(weight, 128)
-        return {
-            "qweight": along_columns(codes.T, AWQ_COLUMNS),
-            "qzeros": along_columns(zeros.T, AWQ_COLUMNS),
-            "scales": np.ascontiguousarray(scales.T),
-        }
-
-    return with_dtype(rewritten(source, folder, AWQ, quantise), "float16")
+    codes, scales, zeros = asymmetric(weight, 128)
+    return {
+        "qweight": along_columns(codes.T, AWQ_COLUMNS),
+        "qzeros": along_columns(zeros.T, AWQ_COLUMNS),
+        "scales": np.ascontiguousarray(scales.T),
+    }
 
 
 def packed_parts(weight: np.ndarray) -> dict[str, np.ndarray]:
@@ -463,6 +468,32 @@ FP8_HEAD: dict[str, Any] = {
         }
     },
 }
+
+
+# Parts and settings of a head whose matrices, fc among them, have four bits.
+FOUR_BITS: dict[str, tuple[Callable[[np.ndarray], dict[str, np.ndarray]], dict[str, Any]]] = {
+    "int4": (packed_parts, W4A16),
+    "gptq": (gptq_parts, GPTQ | {"sym": False}),
+    "awq": (awq_parts, AWQ),
+}
+
+
+def four_bit_head(folder: Path, form: str, *, lm_head: bool = False) -> Path:
+    """The plain EAGLE-1 head with all matrices in 4 bits, with an lm_head of its own or without."""
+    out = eagle_head(folder, "plain")
+    parts_of, settings = FOUR_BITS[form]
+    tensors = load_file(out / "model.safetensors")
+    if lm_head:
+        tensors["lm_head.weight"] = tensors["fc.weight"][:96, :128].copy()
+        settings = settings | {"ignore": []}
+    for name in [name for name, array in tensors.items() if array.ndim == 2]:
+        module = name.removesuffix(".weight")
+        made = parts_of(tensors.pop(name))
+        tensors |= {f"{module}.{part}": array for part, array in made.items()}
+    save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((out / "config.json").read_text()) | {"quantization_config": settings}
+    (out / "config.json").write_text(json.dumps(config))
+    return with_dtype(out, "float16")
 
 
 def eagle_head(folder: Path, form: Literal["plain", "fp8", "static"]) -> Path:

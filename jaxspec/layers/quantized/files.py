@@ -36,6 +36,8 @@ DTYPES: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("weight_packed", "weight_zero_point", "qweight", "qzeros"), ("int32",)),
     **dict.fromkeys(("weight_shape", "g_idx"), ("int32", "int64")),
 }
+# Ends of the names of 4-bit codes; codes in float8 have the weight's own name and shape.
+CODES = ("weight_packed", "qweight")
 # The position of each column of 8 in AWQ's words.
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 
@@ -97,6 +99,28 @@ def dequantise(parts: Mapping[Part, np.ndarray]) -> np.ndarray:
     if scales.shape[1] > 1:
         scales = np.repeat(scales, BLOCK, axis=1)[:, : codes.shape[1]]
     return values * scales
+
+
+def weight_name(name: str) -> str:
+    """Return the name of a tensor, or that of the weight whose 4-bit codes it holds."""
+    module, _, end = name.rpartition(".")
+    return f"{module}.weight" if end in CODES else name
+
+
+def weight_shapes(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    """Return names and shapes of a checkpoint's tensors, with weights in place of 4-bit codes."""
+
+    def shape_of(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+        module, _, end = name.rpartition(".")
+        if end not in CODES or len(shape) != 2:
+            return shape
+        if end == "weight_packed":
+            return shape[0], shape[1] * NIBBLES
+        if f"{module}.g_idx" in shapes:  # GPTQ's
+            return shape[1], shape[0] * NIBBLES
+        return shape[1] * NIBBLES, shape[0]
+
+    return {weight_name(name): shape_of(name, shape) for name, shape in shapes.items()}
 
 
 def scales_of(form: Form) -> str:
