@@ -113,6 +113,11 @@ def config_from_checkpoint(
 ) -> EagleLlama4Config:
     """Read the config from config.json, a Llama 4 text config of one layer."""
     check_options(overrides, "eagle")
+    if overrides.draft_sliding_window is not None:
+        raise ConfigError(
+            "draft_sliding_window: expected None with a head of Llama 4, whose layer has no "
+            f"window, got {overrides.draft_sliding_window}"
+        )
     layer = llama4_text.config_from_hf(config)
     if layer.num_layers != 1:
         raise ConfigError(

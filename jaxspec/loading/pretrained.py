@@ -25,8 +25,9 @@ from jaxspec.config import (
     items_of,
     shown,
 )
+from jaxspec.config.draft_methods import OPTIONS
 from jaxspec.config.keys import ENGINE, own_keys
-from jaxspec.config.quantization import is_while_loading
+from jaxspec.config.quantization import Quantization, is_while_loading
 from jaxspec.layers.params import Params
 from jaxspec.loading.cache import keep_compiled_programs
 from jaxspec.loading.checkpoint import open_checkpoint, read_json
@@ -57,6 +58,22 @@ OWN_KEYWORDS = (
 
 # Fields of EngineConfig for which None is the default in vLLM, and no value here.
 NONE_IS_DEFAULT = ("max_num_seqs", "block_size", "enable_prefix_caching")
+# Options of SpeculativeConfig that are settled with a draft's config, and its fields for them.
+HELD_BY_DRAFT = {
+    "eagle_aux_hidden_state_layer_ids": "aux_layers",
+    "norm_before_residual": "norm_before_residual",
+    "norm_before_fc": "norm_before_fc",
+    "fc_norm": "fc_norm",
+    "norm_output": "norm_output",
+    "draft_sliding_window": "sliding_window",
+    "draft_confidence_threshold": "confidence_threshold",
+    "mtp_zero_first_embedding": "zero_first_embedding",
+    "prompt_lookup_max": "lookup_max",
+    "prompt_lookup_min": "lookup_min",
+    "suffix_decoding_max_tree_depth": "max_tree_depth",
+    "suffix_decoding_max_spec_factor": "max_spec_factor",
+    "suffix_decoding_min_token_prob": "min_token_prob",
+}
 
 
 @dataclass(frozen=True)
@@ -152,6 +169,8 @@ def load_pretrained(
         # An MTP module is in the target's own checkpoint.
         head = names.head or folder
         draft = load_draft(head, *loaded, speculative, resolved, placement)
+        if not is_while_loading(_quantization_of(draft[0]), speculative.draft_quantize):
+            speculative = replace(speculative, draft_quantize=None)  # the checkpoint's own method
         speculative = within_context(speculative, draft[0], config.max_model_len)
         if speculative.method is None:
             speculative = replace(speculative, method=drafts.method_name(draft[0]))
@@ -206,19 +225,29 @@ def _check_given_draft(speculative: SpeculativeConfig, draft: Any) -> None:
                 f"got {speculative.method!r}"
             )
         check_options(speculative, method)
-    weights = getattr(draft, "model", getattr(draft, "target", draft))  # whose codes a draft has
-    held = getattr(weights, "quantization", None)
-    for name, has in (
-        ("draft_confidence_threshold", lambda x: getattr(draft, "confidence_threshold", None) == x),
-        ("draft_sliding_window", lambda x: getattr(draft, "sliding_window", None) == x),
-        ("draft_quantize", lambda x: is_while_loading(held, x)),
-    ):
+    defaults = {f.name: f.default for f in fields(speculative)}
+    # The engine makes a fallback, by its own options.
+    of_fallback = OPTIONS.get(speculative.fallback_method or "", ())
+    settled = {
+        name: getattr(draft, field, None) == getattr(speculative, name)
+        for name, field in HELD_BY_DRAFT.items()
+        if name not in of_fallback
+    }
+    settled["draft_quantize"] = is_while_loading(
+        _quantization_of(draft), speculative.draft_quantize
+    )
+    for name, is_held in settled.items():
         value = getattr(speculative, name)
-        if value is not None and not has(value):
+        if value != defaults[name] and not is_held:
             raise ConfigError(
-                f"{name}: expected None for a draft that is loaded already, whose config holds "
-                f"it, got {value!r}"
+                f"{name}: expected {defaults[name]!r} for a draft that is loaded already, whose "
+                f"config has a value of its own, got {value!r}"
             )
+
+
+def _quantization_of(draft: Any) -> Quantization | None:
+    """Return the quantisation of the model whose codes a draft has."""
+    return getattr(getattr(draft, "model", getattr(draft, "target", draft)), "quantization", None)
 
 
 def given_parts(

@@ -120,6 +120,16 @@ def test_a_head_with_a_fallback_takes_the_options_of_that_method_alone() -> None
     )
 
 
+def test_a_head_of_llama_4_has_no_window() -> None:
+    given, target = SpeculativeConfig(draft_sliding_window=7), SimpleNamespace()
+    with pytest.raises(ConfigError) as error:
+        FAMILIES["eagle_llama4"].config_from_checkpoint({}, {}, target, given)  # type: ignore[arg-type]
+    assert str(error.value) == (
+        "draft_sliding_window: expected None with a head of Llama 4, whose layer has no window, "
+        "got 7"
+    )
+
+
 @pytest.mark.parametrize("value", [0, -1, 4.5, True, "16"])
 def test_a_window_is_a_number_of_tokens(value: Any) -> None:
     with pytest.raises(ConfigError, match="^draft_sliding_window: expected an integer of at least"):

@@ -201,11 +201,13 @@ def test_a_checkpoints_own_method_may_be_named(
 
 
 def test_a_heads_own_method_may_be_named(folders: dict[str, Path], tmp_path: Path) -> None:
+    """And the engine can be made again."""
     drafts = {"method": "eagle", "num_speculative_tokens": 2}
     head = quantized.eagle_head(tmp_path / "fp8", "fp8")
     own = drafts | {"model": str(head), "quantization": "compressed-tensors"}
     llm = LLM(str(folders["plain"]), speculative_config=own, **SETTINGS)
-    assert isinstance(llm.params["draft"]["layers"][0]["down_proj"], Fp8Weight)
+    for each in (llm, llm.on_same_weights()):
+        assert isinstance(each.params["draft"]["layers"][0]["down_proj"], Fp8Weight)
 
 
 def test_a_wrong_quantize_is_one_sentence(folders: dict[str, Path], tmp_path: Path) -> None:
