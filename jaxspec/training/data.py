@@ -281,17 +281,20 @@ def batches(
 
 
 def ngrams(text: str, n: int = NGRAM) -> set[tuple[str, ...]]:
-    """The n-word sequences of a text, case and punctuation dropped."""
+    """The n-word sequences of a text, or all words of a shorter one; no case, no punctuation."""
     words = re.findall(r"\w+", text.lower())
-    return {tuple(words[i : i + n]) for i in range(len(words) - n + 1)}
+    return {tuple(words[i : i + n]) for i in range(max(len(words) - n, 0) + 1)} if words else set()
 
 
 class OverlapFilter:
-    """Refuses prompts that share an n-gram with an evaluation set, and counts them."""
+    """Refuses prompts that share an n-gram with one that is kept out, and counts them.
 
-    def __init__(self, evaluation_prompts: Iterable[str], n: int = NGRAM) -> None:
+    A prompt of fewer words is refused if it has those of one that is kept out.
+    """
+
+    def __init__(self, kept_out: Iterable[str], n: int = NGRAM) -> None:
         self.n, self.removed = n, 0
-        self.known: set[tuple[str, ...]] = set().union(*(ngrams(p, n) for p in evaluation_prompts))
+        self.known: set[tuple[str, ...]] = set().union(*(ngrams(p, n) for p in kept_out))
 
     def admits(self, prompt: str) -> bool:
         overlaps = not self.known.isdisjoint(ngrams(prompt, self.n))

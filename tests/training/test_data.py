@@ -241,7 +241,14 @@ def test_overlap_is_a_shared_13_gram_whatever_case_and_punctuation() -> None:
     assert overlap.admits("before " + " ".join(words[3:15]) + " after")
     assert overlap.admits(" ".join(reversed(words))) and overlap.admits("")
     assert overlap.removed == 1
-    assert len(ngrams(" ".join(words))) == 8 and ngrams("too short") == set()
+    assert len(ngrams(" ".join(words))) == 8 and ngrams("?!") == set()
+
+
+def test_a_short_prompt_overlaps_one_of_the_same_words() -> None:
+    overlap = OverlapFilter(["Write a haiku about rain.", "?"])
+    assert not overlap.admits("write a haiku, about rain")
+    assert overlap.admits("write a haiku about rain and snow") and overlap.admits("!")
+    assert overlap.removed == 1
 
 
 def test_vocabulary_is_the_most_frequent_tokens_and_those_always_in() -> None:
