@@ -143,12 +143,22 @@ class EvaluationOptions:
         "JSON Lines in MT-bench's form or a hub id; training prompts that share 13-grams are "
         "left out.",
     )
+    keep_out: list[str] | None = flag(
+        None,
+        "JSON Lines or a hub id of other prompts that are left out likewise, such as those that "
+        "choose among heads; may be repeated.",
+    )
     head: Path | None = flag(None, "For evaluate: the head's folder. [default: OUTPUT/head]")
 
     def read(self) -> list[str]:
         """Return the prompts, none without --eval-prompts."""
         name = self.eval_prompts
         return [] if name is None else read_prompts(name, "--eval-prompts")
+
+    def read_others(self) -> list[str]:
+        """Return the prompts of --keep-out."""
+        names = self.keep_out or ()
+        return [prompt for name in names for prompt in read_prompts(name, "--keep-out")]
 
     @property
     def name(self) -> str | None:
@@ -271,7 +281,7 @@ def stage(name: str, summary: str) -> Callable[..., None]:
                 **run,
             ),
             head=evaluating.head or output / "head",
-            kept_out=OverlapFilter(prompts),
+            kept_out=OverlapFilter([*prompts, *evaluating.read_others()]),
         )
 
     main.__doc__ = summary
@@ -291,7 +301,8 @@ def run_stage(
 ) -> None:
     """Run the stages that a command is made of.
 
-    head: the folder that is evaluated. kept_out: removes the prompts that heads are measured on.
+    head: the folder that is evaluated. kept_out: removes the prompts that heads are measured on or
+        chosen by.
     """
     begun = time.monotonic()
 

@@ -47,7 +47,7 @@ def write_chats(
     prompts = file_prompts(cfg, target, prompt_sets, shard, overlap)
     log(
         f"generate: {len(prompts)} prompts from files, {overlap.removed} removed for a 13-gram "
-        "of the evaluation set"
+        "of prompts that are kept out"
     )
 
     def save(chats: Chats, report: GenerationReport) -> None:

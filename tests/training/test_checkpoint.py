@@ -37,6 +37,7 @@ from jaxspec.training.checkpoint import (
     speculators_config,
     split_file,
 )
+from jaxspec.training.data import OverlapFilter
 from jaxspec.training.eagle3 import forward_steps
 from jaxspec.training.evaluation import evaluate_acceptance
 from jaxspec.training.heads import continued_params, eagle_config, initial_params
@@ -672,6 +673,24 @@ def test_an_evaluation_is_named_by_the_file_of_its_prompts(
     assert stopped.value.code == 0
     found = made[0].evaluation
     assert (found.prompts, found.prompts_from, found.max_tokens) == (("a b",), "own.jsonl", 9)
+
+
+def test_chats_keep_out_the_prompts_that_measure_and_choose_heads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[OverlapFilter] = []
+    monkeypatch.setattr(
+        commands, "run_stage", lambda *args, kept_out, **rest: made.append(kept_out)
+    )
+    flags = ["generate", "--output", str(tmp_path / "out")]
+    for flag, word in (("--eval-prompts", "one"), ("--keep-out", "two"), ("--keep-out", "three")):
+        (tmp_path / f"{word}.jsonl").write_text(json.dumps({"prompt": f"say {word}"}))
+        flags += [flag, str(tmp_path / f"{word}.jsonl")]
+    with pytest.raises(SystemExit) as stopped:
+        app(flags)
+    assert stopped.value.code == 0
+    words = ("one", "two", "three", "four")
+    assert [made[0].admits(f"Say {word}!") for word in words] == [False, False, False, True]
 
 
 def test_a_method_that_cannot_be_trained_is_refused(

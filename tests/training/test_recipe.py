@@ -40,12 +40,19 @@ def test_every_stage_of_the_recipe_runs(tmp_path: Path) -> None:
 
 
 def test_the_recipe_ends_where_no_writer_finished_a_chat(tmp_path: Path) -> None:
+    """Each writer keeps out the prompts that heads are chosen by."""
     python = tmp_path / "python"
-    python.write_text(f'#!/bin/sh\n[ "$2" != generate ] && exec {sys.executable} "$@"\n')
+    python.write_text(
+        f'#!/bin/sh\n[ "$2" != generate ] && exec {sys.executable} "$@"\n'
+        f'echo "$@" >> {tmp_path / "writers"}\n'
+    )
     python.chmod(0o755)
     done = recipe(str(tmp_path / "out"), DRY="--dry-run", PYTHON=str(python), TASKS="4")
     assert done.returncode == 1 and done.stderr.endswith("no chats were written\n"), done.stderr
     assert len((tmp_path / "out" / "tasks.jsonl").read_text().splitlines()) == 4
+    writers = (tmp_path / "writers").read_text().splitlines()
+    kept_out = "--keep-out scripts/prompts/validation.jsonl"
+    assert len(writers) == 4 and all(kept_out in arguments for arguments in writers)
 
 
 @pytest.mark.parametrize(
