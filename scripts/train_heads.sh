@@ -10,7 +10,7 @@
 # measures. Then each head trains, on GPUs of its own. Last, each one's acceptance is measured. The EAGLE heads get a window of 512 tokens.
 #
 #   OUT/NAME/head     the head (NAME: dspark, eagle3 or eagle), its record, picture and card; OUT/NAME/pieces has it in files of 15 MiB
-#   OUT/log           what each stage printed
+#   OUT/log           what each stage printed; an OUT with the chats or heads of another run is refused
 #
 #   DSPARK="0 1" EAGLE3=2 EAGLE=3   ids of the GPUs of each head; "" for no such head
 #   MINUTES=27                      wall clock of everything
@@ -36,6 +36,9 @@ fi
 declare -A gpus=([dspark]="${DSPARK-0 1}" [eagle3]="${EAGLE3-2}" [eagle]="${EAGLE-3}")
 all=(${gpus[dspark]} ${gpus[eagle3]} ${gpus[eagle]})
 name=HuggingFaceTB/SmolLM2-135M-Instruct
+for earlier in "$out"/chats*/ "$out"/{dspark,eagle3,eagle}/; do
+  [ ! -e "$earlier" ] || { echo "$0: expected a folder without chats or heads of another run, got one with $earlier" >&2; exit 1; }
+done
 mkdir -p "$out/log"
 
 say() { echo "[$SECONDS s] $*"; }

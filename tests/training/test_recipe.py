@@ -55,6 +55,18 @@ def test_the_recipe_ends_where_no_writer_finished_a_chat(tmp_path: Path) -> None
     assert len(writers) == 4 and all(kept_out in arguments for arguments in writers)
 
 
+@pytest.mark.parametrize("held", ["chats3", "dspark", "eagle"])
+def test_the_recipe_refuses_the_folder_of_another_run(held: str, tmp_path: Path) -> None:
+    """Its chats would join those of this run, by whatever settings they were written."""
+    (tmp_path / "out" / held).mkdir(parents=True)
+    (tmp_path / "out" / "log").mkdir()
+    done = recipe(str(tmp_path / "out"), DRY="--dry-run", PYTHON="false", TASKS="4")
+    said = f"expected a folder without chats or heads of another run, got one with {tmp_path}"
+    assert done.returncode == 1 and said in done.stderr, done.stderr
+    assert len(done.stderr.splitlines()) == 1 and f"/out/{held}/" in done.stderr
+    assert not any((tmp_path / "out" / "log").iterdir())
+
+
 @pytest.mark.parametrize(
     ("arguments", "settings", "message"),
     [
