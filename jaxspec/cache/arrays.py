@@ -54,11 +54,11 @@ class ArraySpec:
 def own_cache_dtype(kv_cache_dtype: KVCacheDtype, target: TargetConfig) -> KVCacheDtype:
     """Return the setting of a target's caches; "auto" becomes fp8 as its checkpoint says.
 
-    A checkpoint says so that has scales of fp8 keys and values, as vLLM reads it.
+    A checkpoint says so by the settings that vLLM reads.
     """
     quantization = getattr(target, "quantization", None)
     latent = isinstance(target.attention, MLAConfig | CompressedAttentionConfig)
-    if kv_cache_dtype == "auto" and quantization and quantization.kv_scales and not latent:
+    if kv_cache_dtype == "auto" and quantization and quantization.has_fp8_caches and not latent:
         return "fp8"
     return kv_cache_dtype
 

@@ -53,8 +53,8 @@ class EngineConfig:
         max_num_seqs requests of max_model_len need.
     kv_cache_dtype: of keys and values in the caches of the target, and of a draft without a
         draft_kv_cache_dtype. "fp8" (e4m3) takes the scales of a checkpoint that has them, else 1;
-        latent attention and DeepSeek-V4's have no such caches. "auto" is fp8 for a checkpoint with
-        scales, else the weights' dtype. The Hopper kernels take bfloat16 and fp8.
+        latent attention and DeepSeek-V4's have no such caches. "auto" is fp8 for a checkpoint whose
+        config says so, else the weights' dtype. The Hopper kernels take bfloat16 and fp8.
     quantize: quantises the target's plain weights while they load: "fp8" (a scale for each output
         channel and each token), "fp8-block" (for 128 x 128, and 128 of a token) or "int4" (for 128
         weights of an output channel, or fewer where a width is no multiple). Routers stay plain.

@@ -206,22 +206,30 @@ def test_gptq_may_list_its_modules() -> None:
 
 def test_scales_of_keys_and_values_have_each_formats_names() -> None:
     scheme = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False}
-    assert read(DYNAMIC).kv_scales == ()
+    assert read(DYNAMIC).kv_scales == () and not read(DYNAMIC).has_fp8_caches
     assert read(DYNAMIC | {"kv_cache_scheme": scheme}).kv_scales == ("k_scale", "v_scale")
+    assert read(DYNAMIC | {"kv_cache_scheme": scheme}).has_fp8_caches
     assert not read(DYNAMIC | {"kv_cache_scheme": scheme}).kv_scales_per_head
     by_head = read(DYNAMIC | {"kv_cache_scheme": scheme | {"strategy": "attn_head"}})
     assert by_head.kv_scales == ("k_scale", "v_scale") and by_head.kv_scales_per_head
-    assert read(MODELOPT).kv_scales == ("k_proj.k_scale", "v_proj.v_scale")
-    assert read(MODELOPT | {"kv_cache_quant_algo": None}).kv_scales == ()
+    without = MODELOPT | {"kv_cache_quant_algo": None}
+    assert read(without).kv_scales == () and not read(without).has_fp8_caches
+    for settings in (MODELOPT, without | {"kv_cache_scheme": MODELOPT_KV}):
+        found = read(settings)
+        assert found.kv_scales == ("k_proj.k_scale", "v_proj.v_scale") and found.has_fp8_caches
     with pytest.raises(ConfigError, match="kv_cache_scheme: expected dynamic False or None"):
         read(DYNAMIC | {"kv_cache_scheme": scheme | {"dynamic": True}})
 
 
 def test_scales_of_keys_and_values_may_be_static_beside_one_scale_a_tensor() -> None:
-    """AutoFP8 and Quark write it, with ModelOpt's kind of scales under other names."""
+    """AutoFP8 and Quark write it, with ModelOpt's kind of scales under other names.
+
+    vLLM does not read it, so that caches are in fp8 only where a caller says so.
+    """
     assert read(STATIC_FP8).kv_scales == ()
     found = read(STATIC_FP8 | {"kv_cache_scheme": "static"})
     assert found.kv_scales == ("k_scale", "v_scale") and not found.kv_scales_per_head
+    assert not found.has_fp8_caches
 
 
 def test_zeros_that_are_stored_change_nothing() -> None:
@@ -229,6 +237,7 @@ def test_zeros_that_are_stored_change_nothing() -> None:
     assert read(DYNAMIC | {"sparsity_config": counted}) == read(DYNAMIC)
 
 
+MODELOPT_KV = {"dynamic": False, "num_bits": 8, "type": "float"}
 KV_SCHEME = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False}
 KV_ONLY: dict[str, Any] = {
     "quant_method": "compressed-tensors",

@@ -296,6 +296,25 @@ def test_keys_and_values_alone_may_have_scales(folders: dict[str, Path], tmp_pat
     assert texts["one", "auto"] == texts["plain", "fp8"] != texts["small", "fp8"]
 
 
+def test_auto_leaves_static_scales_of_autofp8_to_a_caller(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
+    """vLLM does not read them from quant_method "fp8" unless kv_cache_dtype says so."""
+    made: dict[str, list[list[int]]] = {}
+    for name, scale in (("one", 1.0), ("small", 2.0**-9)):  # keys and values saturate
+        write = partial(quantized.static_fp8, shape=(), inputs=quantized.INPUT_SCALES)
+        out = quantized.rewritten(folders["plain"], tmp_path / name, quantized.STATIC_FP8, write)
+        quantized.with_kv_scales(out, "tensor", scale)
+        config = json.loads((out / "config.json").read_text())
+        config["quantization_config"]["kv_cache_scheme"] = "static"
+        (out / "config.json").write_text(json.dumps(config))
+        for dtype in ("auto", "fp8"):
+            llm = LLM(str(out), kv_cache_dtype=dtype, **SETTINGS)
+            assert llm.cache_dtype == (jnp.float32 if dtype == "auto" else jnp.float8_e4m3fn)
+            made[f"{name} {dtype}"] = generate(llm)
+    assert made["one auto"] == made["small auto"] and made["one fp8"] != made["small fp8"]
+
+
 # --- neighbours ------------------------------------------------------------------------------
 
 

@@ -69,7 +69,7 @@ def read(settings: Mapping[str, Any]) -> Quantization:
     kv_scales = ("k_scale", "v_scale") if scheme else ()
     # Regular expressions count in the order of their letters, not of their groups.
     targets = (*named.items(), *sorted(matched.items(), key=itemgetter(0)), *by_class.items())
-    return Quantization((*rules, *targets), kv_scales, per_head)
+    return Quantization((*rules, *targets), kv_scales, per_head, has_fp8_caches=bool(scheme))
 
 
 def _is_dense(settings: Mapping[str, Any], key: str) -> bool:

@@ -81,11 +81,13 @@ class Quantization:
     kv_scales:          names of the scales of fp8 keys and values, after that of a layer's
                         attention; () for a checkpoint without them
     kv_scales_per_head: whether each KV head has a scale, instead of all heads one
+    has_fp8_caches:     whether keys and values are in fp8 unless a caller says otherwise
     """
 
     rules: tuple[tuple[str, Form | None], ...]
     kv_scales: tuple[str, ...] = ()
     kv_scales_per_head: bool = False
+    has_fp8_caches: bool = False
 
     def form_of(self, module: str) -> Form | None:
         """Return the form of a module, None for plain weights."""

@@ -35,4 +35,4 @@ def read(settings: Mapping[str, Any]) -> Quantization:
         for name in read_names(settings, "exclude_modules", "ignore")
     ]
     kv_scales = ("k_proj.k_scale", "v_proj.v_scale") if has_scales else ()
-    return Quantization((*excluded, (".*", form)), kv_scales)
+    return Quantization((*excluded, (".*", form)), kv_scales, has_fp8_caches=has_scales)
