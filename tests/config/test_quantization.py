@@ -317,6 +317,12 @@ REFUSED: dict[str, dict[str, Any]] = {
     r"modules_to_not_convert or ignored_layers: expected regular .*, got '\(': missing": changed(
         quantized.DEEPSEEK_FP8, "ignored_layers", ["("]
     ),
+    "kv_cache_scheme: expected num_bits 8, got 4": changed(
+        MODELOPT, "kv_cache_scheme", MODELOPT_KV | {"num_bits": 4}
+    ),
+    "kv_cache_scheme: expected dynamic False or None, got True": changed(
+        MODELOPT, "kv_cache_scheme", MODELOPT_KV | {"dynamic": True}
+    ),
     "expected kv_cache_scheme 'static' or None, got 'dynamic'": changed(
         STATIC_FP8, "kv_cache_scheme", "dynamic"
     ),

@@ -6,6 +6,7 @@ import fnmatch
 from collections.abc import Mapping
 from typing import Any
 
+from jaxspec.config.quantization.compressed_tensors import check_fp8_scheme
 from jaxspec.config.quantization.forms import (
     Fp8Form,
     Quantization,
@@ -13,6 +14,7 @@ from jaxspec.config.quantization.forms import (
     expect,
     read_names,
 )
+from jaxspec.config.reading import read_object
 
 ALGORITHMS: dict[str, Fp8Form] = {
     "FP8": Fp8Form("tensor", "static", "modelopt"),
@@ -26,7 +28,10 @@ def read(settings: Mapping[str, Any]) -> Quantization:
     Without a quant_algo, keys and values alone are quantised.
     """
     algorithm_of_kv = expect(settings, "kv_cache_quant_algo", "FP8", None)
-    has_scales = algorithm_of_kv is not None or bool(settings.get("kv_cache_scheme"))
+    scheme = read_object(settings, "kv_cache_scheme")
+    if scheme:
+        check_fp8_scheme(scheme, ".kv_cache_scheme")
+    has_scales = algorithm_of_kv is not None or bool(scheme)
     plain = (None,) if has_scales else ()
     algorithm = expect(settings, "quant_algo", *ALGORITHMS, *plain)
     form = None if algorithm is None else ALGORITHMS[algorithm]
