@@ -27,6 +27,7 @@ from jaxspec.loading import keep_compiled_programs
 from jaxspec.tools.cli import commands, one_of, option
 from jaxspec.tools.flags import Flag, Given, flag, given_of
 from jaxspec.tools.prompts import dataset_name, read_prompts
+from jaxspec.training.averaging import average_heads
 from jaxspec.training.card import write_card
 from jaxspec.training.chat_files import CHATS, read_chats, write_chats
 from jaxspec.training.chat_target import ChatTarget, load_chat_target
@@ -396,6 +397,15 @@ def _write_prompts(output: Path, prompts: Iterable[str]) -> None:
     print(f"{output}: {len(lines)} prompts, {sum(map(len, lines))} characters")
 
 
+def average(
+    out: Annotated[Path, typer.Argument(help="The folder to write, which must not exist.")],
+    heads: Annotated[list[Path], typer.Argument(help="Heads of one shape, two or more.")],
+) -> None:
+    """Write a head whose weights are the means of those of several heads."""
+    average_heads(out, heads)
+    print(f"{out}: the means of {len(heads)} heads")
+
+
 def split(file: Path, folder: Path) -> None:
     """Cut FILE into FOLDER/FILE.000, ..."""
     print(*split_file(file, folder, PIECE_BYTES), sep="\n")
@@ -414,6 +424,7 @@ app = commands(
         "evaluate": stage("evaluate", "Measure a head's acceptance in the engine."),
         "long-prompts": write_long_prompts,
         "task-prompts": write_task_prompts,
+        "average": average,
         "card": card,
         "split": split,
         "join": join,

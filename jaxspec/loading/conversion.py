@@ -88,16 +88,20 @@ def write_converted(
     out: Path,
     quantization: Mapping[str, Any] | None,
     tensors: Iterator[tuple[str, np.ndarray]],
+    *,
+    copies: bool = True,
 ) -> None:
     """Write tensors with a checkpoint's other files and its config, into `out`.
 
     The folder appears whole or not at all. ConfigError if it exists or cannot be written.
 
     quantization: the quantization_config of the new config; None for plain weights
+    copies:       whether the other files come too
     """
     temp = _new_folder(out)
     try:
-        _copy_files(checkpoint.path, temp)
+        if copies:
+            _copy_files(checkpoint.path, temp)
         config = dict(checkpoint.config)
         config.pop("quantization_config", None)
         if quantization is not None:

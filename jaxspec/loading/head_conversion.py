@@ -48,12 +48,7 @@ def convert_head(source: Path, out: Path, format: str) -> None:
         write_converted(checkpoint, out, QUANTIZATION, _coded(checkpoint))
         return
     checkpoint = open_checkpoint(source)
-    is_block = head_method(checkpoint.config, checkpoint.tensors) in BLOCKS
-    if not is_block and read_quantization(checkpoint.config) is not None:
-        raise ConfigError(
-            f"{source}: expected a head that loading makes plain, got one whose products read codes"
-        )
-    write_converted(checkpoint, out, None, _plain(checkpoint))
+    write_converted(checkpoint, out, None, plain_tensors(checkpoint))
 
 
 def _coded(checkpoint: Checkpoint) -> Iterator[tuple[str, np.ndarray]]:
@@ -67,8 +62,17 @@ def _coded(checkpoint: Checkpoint) -> Iterator[tuple[str, np.ndarray]]:
             yield name, array
 
 
-def _plain(checkpoint: Checkpoint) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield the tensors in bfloat16, vocabulary maps as they are."""
+def plain_tensors(checkpoint: Checkpoint) -> Iterator[tuple[str, np.ndarray]]:
+    """Yield a head's tensors in bfloat16, vocabulary maps as they are.
+
+    ConfigError for a head whose products read codes.
+    """
+    is_block = head_method(checkpoint.config, checkpoint.tensors) in BLOCKS
+    if not is_block and read_quantization(checkpoint.config) is not None:
+        raise ConfigError(
+            f"{checkpoint.path}: expected a head that loading makes plain, got one whose products "
+            "read codes"
+        )
     tensors = with_scales(checkpoint.tensors, checkpoint.config, str(checkpoint.path))
     for name, array in _floats(checkpoint, tensors):
         is_map = array.dtype.name not in SCALE_DTYPES

@@ -30,6 +30,7 @@ run_record       what a run writes down
 files            a run's files, written whole or not at all
 resume           masters and optimiser state on disk
 checkpoint       a head on disk, in the speculators or SafeAI (EAGLE-1) format
+averaging        heads of several runs -> one with the means of their weights
 evaluation       acceptance through the real propose and verify
 card, plot       a head's README.md and the picture of its run
 """
