@@ -399,7 +399,9 @@ def _write_prompts(output: Path, prompts: Iterable[str]) -> None:
 
 def average(
     out: Annotated[Path, typer.Argument(help="The folder to write, which must not exist.")],
-    heads: Annotated[list[Path], typer.Argument(help="Heads of one shape, two or more.")],
+    heads: Annotated[
+        list[Path], typer.Argument(help="Heads of one config and one vocabulary, two or more.")
+    ],
 ) -> None:
     """Write a head whose weights are the means of those of several heads."""
     average_heads(out, heads)

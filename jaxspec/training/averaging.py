@@ -1,22 +1,25 @@
 """Heads of several runs -> one whose weights are their means.
 
-Runs that begin at one head end at heads that the mean of their weights improves on, as an average
-over a longer run would (model soups).
+The mean of heads that were trained from each other may accept more than any of them (model soups,
+arXiv 2203.05482).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import ml_dtypes
 import numpy as np
 
 from jaxspec.config import ConfigError
+from jaxspec.drafts.head_layout import is_head
 from jaxspec.loading.checkpoint import Checkpoint, open_checkpoint
 from jaxspec.loading.conversion import write_converted
 from jaxspec.loading.head_conversion import plain_tensors
+
+# Keys of config.json that say nothing of a head's shape.
+ABOUT = {"quantization_config", "speculators_config", "speculators_version", "transformers_version"}
 
 
 def average_heads(out: Path, heads: Sequence[Path]) -> None:
@@ -29,6 +32,9 @@ def average_heads(out: Path, heads: Sequence[Path]) -> None:
     if len(heads) < 2:
         raise ConfigError(f"heads: expected two or more, got {len(heads)}")
     opened = [open_checkpoint(head) for head in heads]
+    for head in opened:
+        if not is_head(head.config, head.tensors):
+            raise ConfigError(f"{head.path}: expected a draft head, got a whole model")
     first = opened[0]
     for other in opened[1:]:
         _check_alike(first, other)
@@ -37,18 +43,12 @@ def average_heads(out: Path, heads: Sequence[Path]) -> None:
 
 def _check_alike(first: Checkpoint, other: Checkpoint) -> None:
     """Raise ConfigError for a head that differs from the first in more than its weights."""
-    configs = [_shape_of(checkpoint) for checkpoint in (first, other)]
-    names = sorted(set(configs[0]) | set(configs[1]))
-    for name in names:
-        expected, got = (config.get(name) for config in configs)
+    for name in sorted({*first.config, *other.config} - ABOUT):
+        expected, got = first.config.get(name), other.config.get(name)
         if expected != got:
             raise ConfigError(
                 f"{other.path}: {name}: expected {expected!r} as in {first.path}, got {got!r}"
             )
-
-
-def _shape_of(checkpoint: Checkpoint) -> dict[str, Any]:
-    return {k: v for k, v in checkpoint.config.items() if k != "quantization_config"}
 
 
 def _means(heads: Sequence[Checkpoint]) -> Iterator[tuple[str, np.ndarray]]:
@@ -56,12 +56,14 @@ def _means(heads: Sequence[Checkpoint]) -> Iterator[tuple[str, np.ndarray]]:
     by_head = [dict(plain_tensors(head)) for head in heads]
     first = by_head[0]
     for head, tensors in zip(heads[1:], by_head[1:], strict=True):
-        for name in sorted(set(first) | set(tensors)):
-            shapes = [a[name].shape if name in a else None for a in (first, tensors)]
-            if shapes[0] != shapes[1]:
+        for name in sorted({*first, *tensors}):
+            expected, got = (
+                f"the shape {a[name].shape}" if name in a else "no such tensor"
+                for a in (first, tensors)
+            )
+            if expected != got:
                 raise ConfigError(
-                    f"{head.path}: {name}: expected the shape {shapes[0]} as in {heads[0].path}, "
-                    f"got {shapes[1]}"
+                    f"{head.path}: {name}: expected {expected} as in {heads[0].path}, got {got}"
                 )
     for name, array in first.items():
         same = [tensors[name] for tensors in by_head]

@@ -57,6 +57,14 @@ def test_weights_are_the_means_and_the_head_loads(count: int, tmp_path: Path) ->
     assert cfg == CONFIG
 
 
+def test_versions_in_a_config_make_no_difference(tmp_path: Path) -> None:
+    heads = [write(tmp_path / str(seed), seed) for seed in range(2)]
+    config = json.loads((heads[1] / "config.json").read_text()) | {"transformers_version": "4.57"}
+    (heads[1] / "config.json").write_text(json.dumps(config))
+    average_heads(tmp_path / "mean", heads)
+    assert (tmp_path / "mean" / WEIGHTS).exists()
+
+
 def test_a_head_in_float8_counts_with_what_its_codes_stand_for(tmp_path: Path) -> None:
     plain, other = write(tmp_path / "a", 0), write(tmp_path / "b", 1)
     convert_head(plain, tmp_path / "coded", "fp8-block")
@@ -86,9 +94,16 @@ def test_heads_that_differ_in_more_than_weights_are_refused(tmp_path: Path) -> N
         if change == "cut":
             tensors["fc.weight"] = np.ascontiguousarray(weight[:, :-1])
         save_file(tensors, damaged / WEIGHTS)
-        expected = rf"{change}: fc\.weight: expected the shape \(\d+, \d+\) .*, got "
-        with pytest.raises(ConfigError, match=expected + ("None" if change == "gone" else r"\(")):
+        got = "no such tensor" if change == "gone" else r"the shape \(\d+, \d+\)"
+        expected = rf"{change}: fc\.weight: expected the shape \(\d+, \d+\) as in .*, got {got}$"
+        with pytest.raises(ConfigError, match=expected):
             average_heads(out, [head, damaged])
+    whole = write(tmp_path / "whole", 1)
+    (whole / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
+    weights = {"model.layers.0.mlp.up_proj.weight": np.zeros((2, 2), np.float32)}
+    save_file(weights, whole / WEIGHTS)
+    with pytest.raises(ConfigError, match="whole: expected a draft head, got a whole model"):
+        average_heads(out, [head, whole])
     with pytest.raises(ConfigError, match="heads: expected two or more, got 1"):
         average_heads(out, [head])
     assert not out.exists()
