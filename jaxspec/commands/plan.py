@@ -25,11 +25,11 @@ from jaxspec.config.quantization import form_while_loading, quantized, scale_dty
 from jaxspec.drafts import (
     MODEL_FREE,
     DraftModelConfig,
+    canonical_shapes,
     check_method,
     draft_model,
     family_of_checkpoint,
 )
-from jaxspec.layers.quantized.files import weight_shapes
 from jaxspec.loading.checkpoint import open_checkpoint
 from jaxspec.loading.default_target import NAME, is_default_target
 from jaxspec.loading.model import has_experts, with_expert_storage
@@ -200,7 +200,7 @@ def read_draft(name: str, target: Any, speculative: SpeculativeConfig) -> Any:
         held = open_checkpoint(folder).shapes
     family = family_of_checkpoint(speculative.method, config, held)
     if held:
-        shapes = weight_shapes({family.canonical_name(n): shape for n, shape in held.items()})
+        shapes = canonical_shapes(family, held)
     elif speculative.method == "mtp":
         shapes = {
             f"{prefix}.": ()

@@ -15,7 +15,6 @@ from jaxspec.doctor.texts import Target
 from jaxspec.drafts import Eagle3Config, EagleConfig
 from jaxspec.drafts.head_layout import is_speculators
 from jaxspec.layers.params import Params
-from jaxspec.layers.quantized.files import weight_shapes
 from jaxspec.loading.checkpoint import Checkpoint, open_checkpoint
 from jaxspec.loading.model import bind_draft, table_tensors
 from jaxspec.loading.quantized import with_stored_scales
@@ -204,7 +203,7 @@ def open_head(folder: Path, target: Target, speculative: SpeculativeConfig) -> H
     checkpoint = open_checkpoint(folder)
     family = drafts.family_of_checkpoint(speculative.method, checkpoint.config, checkpoint.tensors)
     tensors = {family.canonical_name(name): t for name, t in checkpoint.tensors.items()}
-    shapes = weight_shapes({name: tensor.shape for name, tensor in tensors.items()})
+    shapes = drafts.canonical_shapes(family, checkpoint.shapes)
     cfg = family.config_from_checkpoint(checkpoint.config, shapes, target.cfg, speculative)
     if not isinstance(cfg, Eagle3Config | EagleConfig):
         raise ConfigError(f"doctor: expected an EAGLE-1 or EAGLE-3 head, got {cfg.method!r}")

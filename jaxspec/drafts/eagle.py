@@ -177,6 +177,8 @@ def config_from_checkpoint(
 
     fc has a bias if the file holds one. ConfigError if the config contradicts the file.
     """
+    # First: the shapes of codes with another number of bits than 4 are wrong.
+    quantization = read_quantization(config)
     refuse_unless(config, "layernorms", False)  # speculators' variant with three more norms
     fc_bias = "fc.bias" in shapes
     for key in ("bias", "fusion_bias"):
@@ -207,5 +209,5 @@ def config_from_checkpoint(
         own_embedding="embed_tokens.weight" in shapes,
         tied_lm_head=not own_lm_head and target.tie_word_embeddings,
         own_lm_head=own_lm_head,
-        quantization=read_quantization(config),
+        quantization=quantization,
     )

@@ -292,6 +292,8 @@ def config_from_checkpoint(
     target's. speculators: the layer is under transformer_layer_config. A WARNING says what was
     guessed. The strict loading that follows refuses tensors that contradict the result.
     """
+    # First: the shapes of codes with another number of bits than 4 are wrong.
+    quantization = read_quantization(config)
     check_options(overrides, "eagle3")
     if isinstance(target, DeepseekV4Config):
         raise ConfigError(
@@ -368,7 +370,7 @@ def config_from_checkpoint(
         own_embedding=own_embedding,
         own_lm_head=own_lm_head,
         tied_lm_head=not own_lm_head and target.tie_word_embeddings,
-        quantization=read_quantization(config),
+        quantization=quantization,
         **switches,
     )
 

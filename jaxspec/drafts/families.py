@@ -26,9 +26,11 @@ from jaxspec.drafts.family import (
     DraftFamily,
     HeadFamily,
     LayeredConfig,
+    Shapes,
     StepFamily,
 )
 from jaxspec.drafts.head_layout import check_method_of_head, head_method
+from jaxspec.layers.quantized.files import weight_shapes
 
 STEPS: dict[str, StepFamily] = {
     "eagle": eagle,
@@ -99,3 +101,11 @@ def family_of_checkpoint(
     if found == "eagle" and is_one_of(model_type, eagle_llama4.MODEL_TYPES):
         return eagle_llama4
     return FAMILIES[found]
+
+
+def canonical_shapes(family: DraftFamily, shapes: Shapes) -> dict[str, tuple[int, ...]]:
+    """Return the shapes that config_from_checkpoint takes of a checkpoint's own.
+
+    They have canonical names, with weights in place of 4-bit codes.
+    """
+    return weight_shapes({family.canonical_name(name): shape for name, shape in shapes.items()})

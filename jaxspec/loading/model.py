@@ -25,7 +25,6 @@ from jaxspec.config.reading import values_as_sentences
 from jaxspec.drafts import draft_model
 from jaxspec.layers.mxfp4 import BLOCK
 from jaxspec.layers.params import Params, cut, is_spec, vector
-from jaxspec.layers.quantized.files import weight_shapes
 from jaxspec.layers.quantized.table import QuantizedSpec
 from jaxspec.loading.checkpoint import Checkpoint, open_checkpoint
 from jaxspec.loading.fp8 import with_scales
@@ -174,7 +173,7 @@ def load_draft(
                 f"{folder}: expected one tensor named {canonical}, got a second one as {name}"
             )
         tensors[canonical] = tensor
-    shapes = weight_shapes({name: tensor.shape for name, tensor in tensors.items()})
+    shapes = drafts.canonical_shapes(family, checkpoint.shapes)
     with values_as_sentences():
         try:
             cfg = family.config_from_checkpoint(checkpoint.config, shapes, target, speculative)

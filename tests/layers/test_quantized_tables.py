@@ -53,6 +53,20 @@ def quantised_config(form: Any, config: dict[str, Any] = quantized.WIDE) -> Any:
     return replace(cfg, quantization=Quantization(rules))
 
 
+CODES: dict[str, dict[str, tuple[int, ...]]] = {
+    "compressed-tensors": {"fc.weight_packed": (24, 2), "fc.weight_shape": (2,)},
+    "GPTQ": {"fc.qweight": (2, 24), "fc.g_idx": (16,)},
+    "AWQ": {"fc.qweight": (16, 3)},
+}
+
+
+@pytest.mark.parametrize("layout", CODES)
+def test_codes_of_4_bits_tell_the_rows_and_columns_of_their_weight(layout: str) -> None:
+    shapes = files.weight_shapes(CODES[layout] | {"fc.bias": (24,), "norm.weight": (7,)})
+    assert shapes["fc.weight"] == (24, 16)
+    assert (shapes["fc.bias"], shapes["norm.weight"]) == ((24,), (7,))
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_random_weights_have_the_shapes_and_dtypes_of_the_table(form: str) -> None:
     cfg = quantised_config(FORMS[form])

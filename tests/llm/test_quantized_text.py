@@ -16,8 +16,9 @@ from safetensors.numpy import save_file
 
 from jaxspec import LLM, EngineConfig, SamplingParams, SpeculativeConfig
 from jaxspec.config import ConfigError
+from jaxspec.layers.quantized import files
 from jaxspec.loading.conversion import convert_checkpoint
-from jaxspec.loading.model import load_target
+from jaxspec.loading.model import load_draft, load_target
 from pallas_kernels.fp8_matmul import Fp8Weight, reference
 from pallas_kernels.fp8_matmul.rows import Rows
 from pallas_kernels.fp8_matmul.rows import quantise as quantise_rows
@@ -132,16 +133,19 @@ def test_target_and_head_may_differ_in_form(
     assert generate(llm) == generate(LLM(str(folders[target]), **SETTINGS))
 
 
-@pytest.mark.parametrize("form", quantized.FOUR_BITS)
+@pytest.mark.parametrize(
+    ("method", "form"), [*(("eagle", form) for form in quantized.FOUR_BITS), ("eagle3", "awq")]
+)
 def test_fc_of_an_eagle_head_may_be_in_4_bits(
-    form: str, folders: dict[str, Path], tmp_path: Path
+    method: str, form: str, folders: dict[str, Path], tmp_path: Path
 ) -> None:
     """Its tensors' names tell the method, and an lm_head is the head's own."""
     has_head = form == "int4"  # others leave it plain
-    head = quantized.four_bit_head(tmp_path, form, lm_head=has_head)
+    head = quantized.four_bit_head(tmp_path, form, lm_head=has_head, method=method)
     drafts = {"model": str(head), "num_speculative_tokens": 2}
     llm = LLM(str(folders["plain"]), speculative_config=drafts, **SETTINGS)
     draft = llm.params["draft"]
+    assert llm.draft_config is not None and llm.draft_config.method == method
     stored = quantized.tensors_of(quantized.eagle_head(tmp_path / "again", "plain"))["fc.weight"]
     wanted = quantized.floats(*quantized.asymmetric(stored, 128)).T
     np.testing.assert_array_equal(draft["fc"].to_array(jnp.float32), wanted)
@@ -150,6 +154,32 @@ def test_fc_of_an_eagle_head_may_be_in_4_bits(
     speculative = SpeculativeConfig(str(head), "draft_model")
     with pytest.raises(ConfigError, match="expected a whole model, got a draft head"):
         LLM(str(folders["plain"]), speculative_config=speculative, **SETTINGS)
+
+
+@pytest.mark.parametrize("method", ["eagle", "eagle3"])
+@pytest.mark.parametrize(
+    ("form", "axis", "message"),
+    [
+        ("int4", 1, "expected type 'float', got 'int'"),
+        ("gptq", 0, "expected bits 4, got 8"),
+        ("awq", 1, "expected bits 4, got 8"),
+    ],
+)
+def test_a_head_with_codes_of_8_bits_is_refused_for_these(
+    method: str, form: str, axis: int, message: str, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    """Not for the shape that its weights would have if the codes had 4."""
+    head = quantized.four_bit_head(tmp_path, form, method=method)
+    tensors = quantized.tensors_of(head)
+    for name in tensors:
+        if name.endswith(files.CODES):
+            tensors[name] = np.repeat(tensors[name], 2, axis)
+    save_file(tensors, head / "model.safetensors")
+    config = (head / "config.json").read_text()
+    (head / "config.json").write_text(config.replace('bits": 4', 'bits": 8'))
+    target = load_target(folders["plain"], jnp.float32)
+    with pytest.raises(ConfigError, match=f"^quantization_config.*: {message}"):
+        load_draft(head, *target, SpeculativeConfig(str(head)), jnp.float32)
 
 
 # --- quantize= -------------------------------------------------------------------------------

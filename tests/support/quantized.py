@@ -478,9 +478,9 @@ FOUR_BITS: dict[str, tuple[Callable[[np.ndarray], dict[str, np.ndarray]], dict[s
 }
 
 
-def four_bit_head(folder: Path, form: str, *, lm_head: bool = False) -> Path:
-    """The plain EAGLE-1 head with all matrices in 4 bits, with an lm_head of its own or without."""
-    out = eagle_head(folder, "plain")
+def four_bit_head(folder: Path, form: str, *, lm_head: bool = False, method: str = "eagle") -> Path:
+    """A plain head with all matrices in 4 bits, with an lm_head of its own or without."""
+    out = eagle_head(folder, "plain") if method == "eagle" else eagle3_head(folder)
     parts_of, settings = FOUR_BITS[form]
     tensors = load_file(out / "model.safetensors")
     if lm_head:
@@ -523,5 +523,21 @@ def eagle_head(folder: Path, form: Literal["plain", "fp8", "static"]) -> Path:
     out = folder / "head"
     out.mkdir()
     save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
+    (out / "config.json").write_text(json.dumps(config))
+    return out
+
+
+def eagle3_head(folder: Path) -> Path:
+    """A random, plain EAGLE-3 head for the narrow target, which reads two of its layers."""
+    out = eagle_head(folder, "plain")
+    tensors = load_file(out / "model.safetensors")
+    rng = np.random.default_rng(7)
+    for name in (f"layers.0.self_attn.{part}_proj.weight" for part in "qkv"):
+        tensors[name] = np.concatenate([tensors[name], tensors[name][::-1]], axis=1)
+    for name in ("norm", "layers.0.input_layernorm", "layers.0.hidden_norm"):
+        tensors[f"{name}.weight"] = (1 + 0.2 * rng.normal(size=128)).astype(np.float32)
+    save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((out / "config.json").read_text())
+    config["eagle_aux_hidden_state_layer_ids"] = [0, 1]
     (out / "config.json").write_text(json.dumps(config))
     return out
