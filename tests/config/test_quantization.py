@@ -320,8 +320,11 @@ REFUSED: dict[str, dict[str, Any]] = {
     "kv_cache_scheme: expected num_bits 8, got 4": changed(
         MODELOPT, "kv_cache_scheme", MODELOPT_KV | {"num_bits": 4}
     ),
-    "kv_cache_scheme: expected dynamic False or None, got True": changed(
+    "kv_cache_scheme: expected dynamic False, got True": changed(
         MODELOPT, "kv_cache_scheme", MODELOPT_KV | {"dynamic": True}
+    ),
+    "kv_cache_scheme: expected dynamic False, got None": changed(
+        MODELOPT, "kv_cache_scheme", {"num_bits": 8, "type": "float"}
     ),
     "expected kv_cache_scheme 'static' or None, got 'dynamic'": changed(
         STATIC_FP8, "kv_cache_scheme", "dynamic"

@@ -13,6 +13,7 @@ from jaxspec.config.quantization.forms import (
     Fp8Form,
     Int4Form,
     Quantization,
+    check_fp8_scheme,
     checked_pattern,
     exactly,
     expect,
@@ -61,20 +62,13 @@ def read(settings: Mapping[str, Any]) -> Quantization:
     per_head = False
     if scheme:
         where = ".kv_cache_scheme"
-        check_fp8_scheme(scheme, where)
+        check_fp8_scheme(scheme, False, None)
         per_head = expect(scheme, "strategy", "tensor", "attn_head", where=where) == "attn_head"
         expect(scheme, "symmetric", True, None, where=where)
     kv_scales = ("k_scale", "v_scale") if scheme else ()
     # Regular expressions count in the order of their letters, not of their groups.
     targets = (*named.items(), *sorted(matched.items(), key=itemgetter(0)), *by_class.items())
     return Quantization((*rules, *targets), kv_scales, per_head, has_fp8_caches=bool(scheme))
-
-
-def check_fp8_scheme(scheme: Mapping[str, Any], where: str) -> None:
-    """Raise ConfigError unless keys and values are in fp8, with scales in the checkpoint."""
-    expect(scheme, "num_bits", 8, where=where)
-    expect(scheme, "type", "float", where=where)
-    expect(scheme, "dynamic", False, None, where=where)
 
 
 def _is_dense(settings: Mapping[str, Any], key: str) -> bool:

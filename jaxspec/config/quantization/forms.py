@@ -217,6 +217,17 @@ def expect(settings: Mapping[str, Any], key: str, *values: object, where: str = 
     return value
 
 
+def check_fp8_scheme(scheme: Mapping[str, Any], *dynamic: object) -> None:
+    """Raise ConfigError unless a kv_cache_scheme means fp8 with scales in the checkpoint.
+
+    dynamic: values of its key `dynamic` with that meaning, None for no such key
+    """
+    where = ".kv_cache_scheme"
+    expect(scheme, "num_bits", 8, where=where)
+    expect(scheme, "type", "float", where=where)
+    expect(scheme, "dynamic", *dynamic, where=where)
+
+
 def scale_dtype_of(config: Mapping[str, Any]) -> str:
     """Return the dtype of the scales of 4-bit weights: that of config.json, float32 without one.
 

@@ -52,8 +52,8 @@ def read(settings: Mapping[str, Any]) -> Quantization:
     keys = ("modules_to_not_convert", "ignored_layers")
     ignored = [(_pattern(name, " or ".join(keys)), None) for name in read_names(settings, *keys)]
     # AutoFP8 and Quark; others leave it out. vLLM does not read it: caches are in fp8 on request.
-    scheme = expect(settings, "kv_cache_scheme", "static", None)
-    kv_scales = ("k_scale", "v_scale") if scheme else ()
+    kv_scheme = expect(settings, "kv_cache_scheme", "static", None)
+    kv_scales = ("k_scale", "v_scale") if kv_scheme else ()
     return Quantization((*ignored, *KEPT, (".*", form)), kv_scales)
 
 

@@ -6,10 +6,10 @@ import fnmatch
 from collections.abc import Mapping
 from typing import Any
 
-from jaxspec.config.quantization.compressed_tensors import check_fp8_scheme
 from jaxspec.config.quantization.forms import (
     Fp8Form,
     Quantization,
+    check_fp8_scheme,
     checked_pattern,
     expect,
     read_names,
@@ -30,7 +30,7 @@ def read(settings: Mapping[str, Any]) -> Quantization:
     algorithm_of_kv = expect(settings, "kv_cache_quant_algo", "FP8", None)
     scheme = read_object(settings, "kv_cache_scheme")
     if scheme:
-        check_fp8_scheme(scheme, ".kv_cache_scheme")
+        check_fp8_scheme(scheme, False)  # as in vLLM, which takes no other scheme as fp8
     has_scales = algorithm_of_kv is not None or bool(scheme)
     plain = (None,) if has_scales else ()
     algorithm = expect(settings, "quant_algo", *ALGORITHMS, *plain)
