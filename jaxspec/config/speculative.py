@@ -58,7 +58,7 @@ class SpeculativeConfig:
     synthetic_acceptance_length: their mean length instead, bonus token included.
     synthetic_acceptance_rate: their mean over positions instead.
     eagle_aux_hidden_state_layer_ids, norm_*, fc_norm: override the checkpoint's config; None keeps
-        it.
+        it, as an empty list of ids does.
     num_speculative_tokens_per_batch_size: (first, last, K) for batches of first to last running
         requests, K from 0 to num_speculative_tokens, which other batch sizes keep. The text of a
         sampled request then depends on the number of its neighbours.
@@ -158,6 +158,8 @@ class SpeculativeConfig:
         draft_methods.check_switches(self)
         _settle_list(self, "synthetic_acceptance_rates", is_number, "numbers")
         _settle_list(self, "eagle_aux_hidden_state_layer_ids", is_int, "integers")
+        if not self.eagle_aux_hidden_state_layer_ids:
+            set_field(self, "eagle_aux_hidden_state_layer_ids", None)
         _check_number(self.num_speculative_tokens)
         set_field(self, "num_speculative_tokens_per_batch_size", _settled_schedule(self))
         _check_choice_of_drafts(self)

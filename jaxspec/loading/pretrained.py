@@ -27,7 +27,7 @@ from jaxspec.config import (
 )
 from jaxspec.config.draft_methods import OPTIONS
 from jaxspec.config.keys import ENGINE, own_keys
-from jaxspec.config.quantization import Quantization, is_while_loading
+from jaxspec.config.quantization import WHILE_LOADING, Quantization, is_while_loading
 from jaxspec.layers.params import Params
 from jaxspec.loading.cache import keep_compiled_programs
 from jaxspec.loading.checkpoint import open_checkpoint, read_json
@@ -58,7 +58,8 @@ OWN_KEYWORDS = (
 
 # Fields of EngineConfig for which None is the default in vLLM, and no value here.
 NONE_IS_DEFAULT = ("max_num_seqs", "block_size", "enable_prefix_caching")
-# Options of SpeculativeConfig that are settled with a draft's config, and its fields for them.
+# Options of SpeculativeConfig that loading writes into the draft's config, and the field of that
+# config.
 HELD_BY_DRAFT = {
     "eagle_aux_hidden_state_layer_ids": "aux_layers",
     "norm_before_residual": "norm_before_residual",
@@ -215,7 +216,8 @@ def within_context(
 def _check_given_draft(speculative: SpeculativeConfig, draft: Any) -> None:
     """Raise ConfigError for settings that a loaded draft's config does not bear out.
 
-    They are another method, other methods' options, and what loading alone can follow.
+    They are another method, other methods' options, and what loading alone can follow. A value
+    that equals the default passes, since it cannot be told from an unset one.
     """
     method = drafts.method_name(draft)
     if method in drafts.METHODS:
@@ -228,21 +230,23 @@ def _check_given_draft(speculative: SpeculativeConfig, draft: Any) -> None:
     defaults = {f.name: f.default for f in fields(speculative)}
     # The engine makes a fallback, by its own options.
     of_fallback = OPTIONS.get(speculative.fallback_method or "", ())
-    settled = {
-        name: getattr(draft, field, None) == getattr(speculative, name)
+    held: dict[str, Any] = {
+        name: getattr(draft, field, None)
         for name, field in HELD_BY_DRAFT.items()
         if name not in of_fallback
     }
-    settled["draft_quantize"] = is_while_loading(
-        _quantization_of(draft), speculative.draft_quantize
-    )
-    for name, is_held in settled.items():
-        value = getattr(speculative, name)
-        if value != defaults[name] and not is_held:
-            raise ConfigError(
-                f"{name}: expected {defaults[name]!r} for a draft that is loaded already, whose "
-                f"config has a value of its own, got {value!r}"
-            )
+    for name in ("eagle_aux_hidden_state_layer_ids", "draft_confidence_threshold"):
+        held[name] = held[name] or None  # () and 0.0, by which a config says none
+    quantization = _quantization_of(draft)
+    made = (form for form in WHILE_LOADING if is_while_loading(quantization, form))
+    held["draft_quantize"] = next(made, None)
+    for name, own in held.items():
+        default, value = defaults[name], getattr(speculative, name)
+        if value in (default, own):
+            continue
+        has_own = own is not None and own != default
+        other = f"or the draft's own {own!r}" if has_own else "for a draft that is loaded already"
+        raise ConfigError(f"{name}: expected {default!r} (unset) {other}, got {value!r}")
 
 
 def _quantization_of(draft: Any) -> Quantization | None:

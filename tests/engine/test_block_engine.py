@@ -3,20 +3,14 @@ have alone, and greedy ones those of plain decoding."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from jaxspec import LLM, ConfigError, EngineConfig, SamplingParams, SpeculativeConfig
-from jaxspec.config.draft_methods import OPTIONS
-from jaxspec.drafts.ngram import NgramConfig
-from jaxspec.drafts.suffix import SuffixConfig
-from tests.config.test_speculative import OTHER_VALUES
+from jaxspec import LLM, EngineConfig, SamplingParams, SpeculativeConfig
 from tests.engine.test_engine_requests import random_requests
-from tests.support.families import family_model
 from tests.support.slow import slow
-from tests.support.tiny import VOCAB, Model, agreeing_block_model, tiny_model
+from tests.support.tiny import Model, agreeing_block_model
 
 pytestmark = pytest.mark.once
 
@@ -103,60 +97,3 @@ def test_the_number_of_drafts_may_follow_the_batch_and_end_with_the_drafts_conte
     plain = engine(model, None, num_gpu_blocks_override=4 * LIMIT // 4)
     assert texts == [output.token_ids for output in plain.generate(prompts, params)]
     assert llm.metrics.mean_acceptance_length > 1.3
-
-
-def looked_up(draft: NgramConfig) -> Model:
-    model = tiny_model("eagle")
-    return Model(model.target, draft, {**model.params, "draft": {}})
-
-
-LOADED: dict[str, Callable[[], Model]] = {
-    "eagle": lambda: tiny_model("eagle"),
-    "eagle3": lambda: tiny_model("eagle3"),
-    "dspark": lambda: agreeing_block_model("dspark"),
-    "dflash": lambda: agreeing_block_model("dflash"),
-    "draft_model": lambda: family_model("gpt_oss", "draft_model"),
-    "mtp": lambda: family_model("glm4_moe_lite", "mtp"),
-    "ngram": lambda: looked_up(NgramConfig(VOCAB, 3, 1)),
-    "suffix": lambda: looked_up(SuffixConfig(VOCAB, 3, 1)),
-}
-BY_ENGINE = ("draft_kv_cache_dtype", "draft_tensor_parallel_size")
-SETTLED = [
-    (method, option)
-    for method, options in OPTIONS.items()
-    for option in options
-    if option not in BY_ENGINE
-]
-OTHERS: dict[str, Any] = OTHER_VALUES | {
-    "prompt_lookup_min": 4,
-    "norm_before_fc": True,
-    "norm_output": True,
-}
-
-
-@pytest.mark.parametrize(("method", "option"), SETTLED)
-def test_what_loading_settles_is_refused_beside_a_loaded_draft(method: str, option: str) -> None:
-    default, value = getattr(SpeculativeConfig(), option), OTHERS[option]
-    with pytest.raises(ConfigError) as error:
-        engine(LOADED[method](), {option: value})
-    assert str(error.value) == (
-        f"{option}: expected {default!r} for a draft that is loaded already, whose config has a "
-        f"value of its own, got {value!r}"
-    )
-
-
-@pytest.mark.parametrize(
-    ("make", "spec"),
-    [
-        (lambda: tiny_model("eagle3", window=7), {"draft_sliding_window": 7, "fc_norm": False}),
-        (LOADED["mtp"], {"mtp_zero_first_embedding": True}),
-        (LOADED["ngram"], {"prompt_lookup_max": 3, "prompt_lookup_min": 1}),
-        (LOADED["eagle"], {"fallback_method": "ngram", "prompt_lookup_max": 3}),
-    ],
-)
-def test_what_a_loaded_draft_has_may_be_repeated(
-    make: Callable[[], Model], spec: dict[str, Any]
-) -> None:
-    """The options of a fallback are the engine's."""
-    model = make()
-    assert engine(model, spec).draft_config == model.draft
