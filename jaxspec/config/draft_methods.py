@@ -35,7 +35,7 @@ OPTIONS: Mapping[str, tuple[str, ...]] = {
     ),
     "dflash": _LAYERED,
     "dspark": (*_LAYERED, "draft_confidence_threshold"),
-    "mtp": (*_HEAD, "mtp_zero_first_embedding"),
+    "mtp": (*_LAYERED, "mtp_zero_first_embedding"),
     "draft_model": _HEAD,
     "ngram": ("prompt_lookup_max", "prompt_lookup_min"),
     "suffix": (

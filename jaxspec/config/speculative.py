@@ -236,7 +236,9 @@ def check_options(speculative: SpeculativeConfig, method: str) -> None:
             owners = "a draft that has a confidence head"
         else:
             owners = "method " + " or ".join(repr(m) for m, keys in OPTIONS.items() if key in keys)
-        raise ConfigError(f"{key}: expected it only with {owners}, got it with {method!r}")
+        follows = "; set quantize, which its module follows"
+        advice = follows if (key, method) == ("draft_quantize", "mtp") else ""
+        raise ConfigError(f"{key}: expected it only with {owners}, got it with {method!r}{advice}")
 
 
 def _settle_names(config: SpeculativeConfig) -> None:

@@ -76,9 +76,29 @@ def test_the_sentence_names_the_methods() -> None:
     with pytest.raises(ConfigError) as error:
         check_options(SpeculativeConfig(draft_quantize="int4"), "dspark")
     assert str(error.value) == (
-        "draft_quantize: expected it only with method 'eagle' or 'eagle3' or 'mtp' or "
-        "'draft_model', got it with 'dspark'"
+        "draft_quantize: expected it only with method 'eagle' or 'eagle3' or 'draft_model', "
+        "got it with 'dspark'"
     )
+
+
+def test_an_mtp_module_follows_quantize() -> None:
+    """And the method of the target's checkpoint may be named, as for other drafts."""
+    target: Any = SimpleNamespace(model_type="mimo", num_layers=1)
+    tensors = {"model.mtp_layers.0.input_proj.weight": (8, 16)}
+    plain = {"model_type": "mimo"}
+    given = SpeculativeConfig(draft_quantize="fp8")
+    with pytest.raises(ConfigError) as error:
+        FAMILIES["mtp"].config_from_checkpoint(plain, tensors, target, given)
+    assert str(error.value) == (
+        "draft_quantize: expected it only with method 'eagle' or 'eagle3' or 'draft_model', "
+        "got it with 'mtp'; set quantize, which its module follows"
+    )
+    coded = plain | {"quantization_config": {"quant_method": "fp8"}}
+    assert FAMILIES["mtp"].config_from_checkpoint(coded, tensors, target, given).method == "mtp"
+
+
+def test_no_ids_of_layers_are_the_heads_own() -> None:
+    assert SpeculativeConfig(eagle_aux_hidden_state_layer_ids=[]) == SpeculativeConfig()  # type: ignore[arg-type]
 
 
 def test_a_fallback_is_a_method_without_a_model_and_stands_beside_a_head() -> None:
