@@ -133,6 +133,10 @@ class CutSpec(ParamSpec):
     whole: ParamSpec = field(default=cast(ParamSpec, None))
 
     @property
+    def checkpoint_shape(self) -> tuple[int, ...]:
+        return self.whole.checkpoint_shape
+
+    @property
     def tensors(self) -> dict[str, tuple[int, ...]]:
         return self.whole.tensors
 
@@ -209,7 +213,15 @@ def cut(whole: ParamSpec, spec: ParamSpec) -> ParamSpec:
     """Return spec, which is read from the first entries of `whole` where that is larger."""
     if whole.shape == spec.shape:
         return spec
-    return CutSpec(spec.name, spec.shape, spec.axes, dtype=spec.dtype, whole=whole)
+    return CutSpec(
+        spec.name,
+        spec.shape,
+        spec.axes,
+        spec.transpose,
+        spec.dtype,
+        spec.side_by_side,
+        whole=whole,
+    )
 
 
 def joined(name: str, parts: Sequence[ParamSpec]) -> JoinedSpec:

@@ -14,6 +14,7 @@ from jaxspec.layers.params import (
     JoinedSpec,
     ParamSpec,
     Weight,
+    cut,
     init_random,
     is_spec,
     join,
@@ -46,6 +47,23 @@ def test_a_mesh_cuts_each_part_by_itself() -> None:
     gate_up = ParamSpec("gate_up", (2, 3, 8), ("experts", "embed", "mlp"), side_by_side=2)
     assert gate_up.parts_along(2) == [(4, "mlp"), (4, "mlp")]
     assert gate_up.parts_along(0) == [(2, "experts")]
+
+
+def test_a_cut_matrix_is_that_of_its_own_size_but_for_the_tensor_in_the_file() -> None:
+    whole, own = (
+        ParamSpec("head", (3, out), ("embed", "mlp"), True, "float32", side_by_side=2)
+        for out in (10, 8)
+    )
+    found = cut(whole, own)
+    assert (found.checkpoint_shape, found.tensors) == ((10, 3), {"head": (10, 3)})
+    assert (found.shape, found.dtype, found.parts_along(1)) == (
+        own.shape,
+        own.dtype,
+        own.parts_along(1),
+    )
+    drawn = (spec.draw(jax.random.key(0), jnp.float32, None) for spec in (found, own))
+    np.testing.assert_array_equal(*drawn)
+    assert cut(own, own) is own
 
 
 def test_joining_undoes_separating() -> None:
