@@ -10,7 +10,9 @@
 # measures. Then each head trains, on GPUs of its own. Last, each one's acceptance is measured. The EAGLE heads get a window of 512 tokens.
 #
 #   OUT/NAME/head     the head (NAME: dspark, eagle3 or eagle), its record, picture and card; OUT/NAME/pieces has it in files of 15 MiB
-#   OUT/log           what each stage printed; an OUT with the chats or heads of another run is refused
+#   OUT/log           what each stage printed
+#
+# An OUT with the chats or heads of another run is refused.
 #
 #   DSPARK="0 1" EAGLE3=2 EAGLE=3   ids of the GPUs of each head; "" for no such head
 #   MINUTES=27                      wall clock of everything

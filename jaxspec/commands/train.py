@@ -137,12 +137,12 @@ class DataOptions:
 
 @dataclass(frozen=True)
 class EvaluationOptions:
-    """The prompts that the head is measured on."""
+    """The prompts that the head is measured on, and those that chats keep out besides."""
 
     eval_prompts: str | None = flag(
         None,
-        "JSON Lines in MT-bench's form or a hub id; training prompts that share 13-grams are "
-        "left out.",
+        "JSON Lines in MT-bench's form or a hub id. Training leaves out prompts that share 13 "
+        "words in a row with one of them, or repeat a shorter one.",
     )
     keep_out: list[str] | None = flag(
         None,
@@ -156,10 +156,16 @@ class EvaluationOptions:
         name = self.eval_prompts
         return [] if name is None else read_prompts(name, "--eval-prompts")
 
-    def read_others(self) -> list[str]:
+    def read_kept_out(self) -> list[str]:
         """Return the prompts of --keep-out."""
         names = self.keep_out or ()
         return [prompt for name in names for prompt in read_prompts(name, "--keep-out")]
+
+    @property
+    def kept_out_from(self) -> list[str]:
+        """What the record calls the files of all prompts that chats keep out."""
+        measured = [] if self.eval_prompts is None else [self.eval_prompts]
+        return [dataset_name(name) for name in (*measured, *(self.keep_out or ()))]
 
     @property
     def name(self) -> str | None:
@@ -282,7 +288,9 @@ def stage(name: str, summary: str) -> Callable[..., None]:
                 **run,
             ),
             head=evaluating.head or output / "head",
-            kept_out=OverlapFilter([*prompts, *evaluating.read_others()]),
+            kept_out=OverlapFilter(
+                [*prompts, *evaluating.read_kept_out()], sources=evaluating.kept_out_from
+            ),
         )
 
     main.__doc__ = summary

@@ -355,8 +355,16 @@ def _data(record: Record) -> str:
         f"{total('dropped_user_turns'):,} user's turns were dropped because they did not end, "
         "repeated or held special tokens. "
         f"{total('removed_by_overlap'):,} prompts were removed because they share 13 consecutive "
-        "words with the prompts that heads are evaluated on.\n"
+        f"words with {_kept_out(runs)}.\n"
     )
+
+
+def _kept_out(runs: Sequence[Mapping[str, Any]]) -> str:
+    """Return the prompts that chats keep out; older records do not name them."""
+    names = dict.fromkeys(name for run in runs for name in run.get("kept_out", ()))
+    if not names:
+        return "the prompts that heads are evaluated on"
+    return f"prompts of {' and '.join(names)}, or repeat a shorter one of these"
 
 
 def _recipe(record: Record) -> str:

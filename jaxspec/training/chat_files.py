@@ -46,8 +46,8 @@ def write_chats(
     """
     prompts = file_prompts(cfg, target, prompt_sets, shard, overlap)
     log(
-        f"generate: {len(prompts)} prompts from files, {overlap.removed} removed for a 13-gram "
-        "of prompts that are kept out"
+        f"generate: {len(prompts)} prompts from files, {overlap.removed} removed that overlap "
+        "prompts which are kept out"
     )
 
     def save(chats: Chats, report: GenerationReport) -> None:
@@ -103,6 +103,7 @@ def full_report(
     return dataclasses.asdict(report) | {
         "tokens_per_second": report.tokens_per_second,
         "removed_by_overlap": overlap.removed,
+        "kept_out": list(overlap.sources),
         "mean_length": float(chats.lengths.mean()) if len(chats) else 0.0,
         "device": jax.devices()[0].device_kind,
         "config": dataclasses.asdict(cfg),

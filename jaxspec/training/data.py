@@ -290,10 +290,14 @@ class OverlapFilter:
     """Refuses prompts that share an n-gram with one that is kept out, and counts them.
 
     A prompt of fewer words is refused if it has those of one that is kept out.
+
+    sources: what records call the files of these prompts
     """
 
-    def __init__(self, kept_out: Iterable[str], n: int = NGRAM) -> None:
-        self.n, self.removed = n, 0
+    def __init__(
+        self, kept_out: Iterable[str], n: int = NGRAM, *, sources: Sequence[str] = ()
+    ) -> None:
+        self.n, self.removed, self.sources = n, 0, tuple(sources)
         self.known: set[tuple[str, ...]] = set().union(*(ngrams(p, n) for p in kept_out))
 
     def admits(self, prompt: str) -> bool:

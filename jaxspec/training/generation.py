@@ -213,7 +213,7 @@ class ChatWriter:
     """The chats of a run: chooses the next turn, and collects what finished turns become.
 
     prompts: token ids up to the answer, from files. openings: token ids of the first words of a
-    user's turn. overlap: refuses users' turns that the evaluation set holds.
+    user's turn. overlap: refuses users' turns that overlap prompts which are kept out.
     """
 
     def __init__(

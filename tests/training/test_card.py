@@ -234,6 +234,14 @@ def test_a_card_names_the_longest_chat_of_all_runs() -> None:
     assert "No chat is longer than 700 tokens" in card("head", record)
 
 
+def test_a_card_names_the_prompts_that_chats_keep_out() -> None:
+    record = json.loads(RECORD.read_text(encoding="utf-8"))
+    record["generation"][0]["kept_out"] = ["a.jsonl"]
+    record["generation"][1]["kept_out"] = ["a.jsonl", "b.jsonl"]
+    said = "13 consecutive words with prompts of a.jsonl and b.jsonl, or repeat a shorter one of"
+    assert said in card("head", record)
+
+
 def test_a_later_evaluation_joins_the_record(head: Path, tmp_path: Path) -> None:
     later = json.loads((head / "training.json").read_text(encoding="utf-8"))["evaluation"]
     later |= {"mean_acceptance_length": 1.875, "prompts": 7, "max_tokens": 9}

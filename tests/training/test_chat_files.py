@@ -78,7 +78,7 @@ def test_chats_that_were_finished_before_an_error_are_on_disk(
             tmp_path / "out",
             prompt_sets=[],
             shard=(0, 1),
-            overlap=OverlapFilter([]),
+            overlap=OverlapFilter([], sources=["a.jsonl"]),
             minutes=1.0,
             max_chats=9,
             show=0,
@@ -87,3 +87,4 @@ def test_chats_that_were_finished_before_an_error_are_on_disk(
     found, about = read_chats([tmp_path / "out" / CHATS], VOCAB)
     assert sorted(found.lengths.tolist()) == [4, 9]
     assert about["generation"][0]["num_chats"] == 2
+    assert about["generation"][0]["kept_out"] == ["a.jsonl"]

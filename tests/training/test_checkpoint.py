@@ -691,6 +691,7 @@ def test_chats_keep_out_the_prompts_that_measure_and_choose_heads(
     assert stopped.value.code == 0
     words = ("one", "two", "three", "four")
     assert [made[0].admits(f"Say {word}!") for word in words] == [False, False, False, True]
+    assert made[0].sources == ("one.jsonl", "two.jsonl", "three.jsonl")
 
 
 def test_a_method_that_cannot_be_trained_is_refused(

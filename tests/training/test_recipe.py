@@ -39,8 +39,8 @@ def test_every_stage_of_the_recipe_runs(tmp_path: Path) -> None:
     assert not (tmp_path / "eagle").exists()  # EAGLE="" trains no such head
 
 
-def test_the_recipe_ends_where_no_writer_finished_a_chat(tmp_path: Path) -> None:
-    """Each writer keeps out the prompts that heads are chosen by."""
+def without_writers(tmp_path: Path) -> tuple[subprocess.CompletedProcess[str], list[str]]:
+    """The recipe with writers that write nothing, and the arguments of each."""
     python = tmp_path / "python"
     python.write_text(
         f'#!/bin/sh\n[ "$2" != generate ] && exec {sys.executable} "$@"\n'
@@ -48,9 +48,17 @@ def test_the_recipe_ends_where_no_writer_finished_a_chat(tmp_path: Path) -> None
     )
     python.chmod(0o755)
     done = recipe(str(tmp_path / "out"), DRY="--dry-run", PYTHON=str(python), TASKS="4")
+    return done, (tmp_path / "writers").read_text().splitlines()
+
+
+def test_the_recipe_ends_where_no_writer_finished_a_chat(tmp_path: Path) -> None:
+    done, _ = without_writers(tmp_path)
     assert done.returncode == 1 and done.stderr.endswith("no chats were written\n"), done.stderr
     assert len((tmp_path / "out" / "tasks.jsonl").read_text().splitlines()) == 4
-    writers = (tmp_path / "writers").read_text().splitlines()
+
+
+def test_each_writer_keeps_out_the_prompts_that_heads_are_chosen_by(tmp_path: Path) -> None:
+    _, writers = without_writers(tmp_path)
     kept_out = "--keep-out scripts/prompts/validation.jsonl"
     assert len(writers) == 4 and all(kept_out in arguments for arguments in writers)
 
