@@ -6,7 +6,7 @@ arXiv 2203.05482).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import ml_dtypes
@@ -56,25 +56,32 @@ def _means(heads: Sequence[Checkpoint]) -> Iterator[tuple[str, np.ndarray]]:
     by_head = [dict(plain_tensors(head)) for head in heads]
     first = by_head[0]
     for head, tensors in zip(heads[1:], by_head[1:], strict=True):
-        for name in sorted({*first, *tensors}):
-            expected, got = (
-                f"the shape {a[name].shape}" if name in a else "no such tensor"
-                for a in (first, tensors)
-            )
-            if expected != got:
-                raise ConfigError(
-                    f"{head.path}: {name}: expected {expected} as in {heads[0].path}, got {got}"
-                )
+        _check_tensors(first, tensors, heads[0].path, head.path)
     for name, array in first.items():
-        same = [tensors[name] for tensors in by_head]
-        if array.dtype != ml_dtypes.bfloat16:  # a map
-            for head, other in zip(heads, same, strict=True):
-                if not np.array_equal(array, other):
-                    raise ConfigError(
-                        f"{head.path}: {name}: expected the vocabulary of {heads[0].path}, got "
-                        "another one"
-                    )
+        if _is_map(array):
             yield name, array
         else:
-            mean = np.mean([one.astype(np.float32) for one in same], axis=0)
-            yield name, mean.astype(ml_dtypes.bfloat16)
+            values = [tensors[name].astype(np.float32) for tensors in by_head]
+            yield name, np.mean(values, axis=0).astype(ml_dtypes.bfloat16)
+
+
+def _check_tensors(
+    first: Mapping[str, np.ndarray], other: Mapping[str, np.ndarray], path: Path, other_path: Path
+) -> None:
+    """Raise ConfigError unless both heads have tensors of the same shapes, and the same maps."""
+    for name in sorted({*first, *other}):
+        expected, got = (
+            f"the shape {tensors[name].shape}" if name in tensors else "no such tensor"
+            for tensors in (first, other)
+        )
+        if expected != got:
+            raise ConfigError(f"{other_path}: {name}: expected {expected} as in {path}, got {got}")
+        if _is_map(first[name]) and not np.array_equal(first[name], other[name]):
+            raise ConfigError(
+                f"{other_path}: {name}: expected the vocabulary of {path}, got another one"
+            )
+
+
+def _is_map(array: np.ndarray) -> bool:
+    """Return whether a head's plain tensor is a map of its vocabulary."""
+    return array.dtype != ml_dtypes.bfloat16
