@@ -20,7 +20,7 @@ from jaxspec.layers.sums import add_sum, partial_dtype
 from pallas_kernels import fp8_matmul as fp8_op
 from pallas_kernels import int4_matmul as int4_op
 from pallas_kernels import matmul as matmul_op
-from pallas_kernels.fp8_matmul import Fp8Weight, Rows
+from pallas_kernels.fp8_matmul import Fp8Weight, RowNorm
 from pallas_kernels.int4_matmul import Int4Weight
 
 FEW_ROWS, SWIGLU_ROWS = 64, (128, 256)  # at most; rows that the kernel of gate and up takes
@@ -93,33 +93,32 @@ class _Operands:
             return int4_op.unsupported(product)
         return matmul_op.unsupported(product)
 
-    def normed_rows(
+    def row_norm(
         self, stream: ResidualStream, x: jax.Array, norm: Norm, ops: Ops, implementation: str
-    ) -> Rows | None:
-        """Return the norm of the stream in fp8, or None where no kernel makes it.
+    ) -> RowNorm | None:
+        """Return the norm for the op, or None if the op does not take it.
 
         x:              [rows and padding, width], the stream's values
         implementation: of the product
         """
-        first = self.matrices[0]
-        if not isinstance(first, Fp8Weight) or stream.normed is not None:
+        if self.kind is not Fp8Weight or stream.normed is not None or ops.rms_norm == "reference":
             return None
-        if ops.rms_norm == "reference":
+        if not fp8_op.takes_norm(x, implementation):
             return None
-        return fp8_op.normed_rows(x, norm.gain, norm.eps, first, implementation)
+        return RowNorm(norm.gain, norm.eps)
 
     def multiply(
         self,
         inputs: matmul_op.Inputs[Any],
-        rows: Rows | None,
+        norm: RowNorm | None,
         largest: jax.Array | None,
         implementation: str,
     ) -> matmul_op.Result:
-        """Run the op. rows: of normed_rows. largest: see ResidualStream"""
+        """Run the op. norm: of row_norm. largest: see ResidualStream"""
         if self.kind is Fp8Weight:
             largest = None if implementation == "reference" else largest
             return fp8_op.fp8_matmul(
-                inputs, rows=rows, largest=largest, implementation=implementation
+                inputs, norm=norm, largest=largest, implementation=implementation
             )
         if self.kind is Int4Weight:
             return int4_op.int4_matmul(inputs, implementation=implementation)
@@ -351,15 +350,15 @@ def _multiply(
         a = a.reshape(rows, -1)
         return jnp.pad(a, ((0, padding), (0, 0))) if padding else a
 
-    quantised = None
+    row_norm = None
     if norm is None:
         operand = flat(stream.x)
     elif deferred is not None:
         operand = flat(deferred.scaled)
     else:
         operand = flat(stream.x)
-        quantised = operands.normed_rows(stream, operand, norm, ops, implementation)
-        if quantised is None:
+        row_norm = operands.row_norm(stream, operand, norm, ops, implementation)
+        if row_norm is None:
             operand = flat(normed_values(stream, norm, ops))
     inputs = matmul_op.Inputs(
         x=operand,
@@ -373,10 +372,10 @@ def _multiply(
         out_dtype=form.out_dtype,
     )
     if _measures(rows + padding, operands, next_weight, ops, implementation):
-        out, largest = fp8_op.measured_swiglu(inputs, rows=quantised, implementation=implementation)
+        out, largest = fp8_op.measured_swiglu(inputs, norm=row_norm, implementation=implementation)
         return ResidualStream(out[:rows].reshape(*shape, -1), largest=largest)
     largest = stream.largest if norm is None else None
-    made = operands.multiply(inputs, quantised, largest, implementation)
+    made = operands.multiply(inputs, row_norm, largest, implementation)
     if not isinstance(made, tuple):
         return ResidualStream(made[:rows].reshape(*shape, -1))
     out, scaled, squares = made

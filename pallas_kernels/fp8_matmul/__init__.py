@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import hopper
 from pallas_kernels.fp8_matmul import reference
-from pallas_kernels.fp8_matmul.rows import Rows, quantise
+from pallas_kernels.fp8_matmul.rows import RowNorm, Rows, quantise
 from pallas_kernels.fp8_matmul.weight import (
     ACTIVATIONS,
     BLOCK,
@@ -21,6 +21,7 @@ from pallas_kernels.implementations import IMPLEMENTATIONS, runs_kernel
 from pallas_kernels.matmul import plan
 from pallas_kernels.matmul.inputs import Inputs
 from pallas_kernels.matmul.plan import Product
+from pallas_kernels.types import Shaped
 
 __all__ = [
     "ACTIVATIONS",
@@ -31,12 +32,13 @@ __all__ = [
     "Fp8Weight",
     "Inputs",
     "Product",
+    "RowNorm",
     "Rows",
     "fp8_matmul",
     "measured_swiglu",
-    "normed_rows",
     "quantise",
     "takes_largest",
+    "takes_norm",
     "unsupported",
 ]
 
@@ -44,7 +46,7 @@ __all__ = [
 def fp8_matmul(
     inputs: Inputs[Fp8Weight],
     *,
-    rows: Rows | None = None,
+    norm: RowNorm | None = None,
     largest: jax.Array | None = None,
     implementation: str = "reference",
 ) -> jax.Array:
@@ -54,33 +56,33 @@ def fp8_matmul(
     are multiplied, sums are float32, and the scales of weights and rows multiply them: after the
     product, or after each 128 depths where blocks have scales. The result is cast to out_dtype.
 
-    rows:    of normed_rows, in place of x
+    norm:    of x, before it is quantised. A kernel takes it where `takes_norm` says so
     largest: of measured_swiglu, which has made x: the product then need not look for the largest
              magnitudes, which changes no bits
 
     Raises ValueError for shapes that do not fit together and for inputs that the implementation
     does not support.
     """
-    if not _runs_kernel(inputs, implementation):
-        assert rows is None and largest is None
-        return reference.fp8_matmul(inputs)
+    if not _runs_kernel(inputs, implementation, norm):
+        assert largest is None
+        return reference.fp8_matmul(inputs, norm)
     from pallas_kernels.fp8_matmul import mosaic_gpu
 
-    return mosaic_gpu.fp8_matmul(inputs, rows, largest)[0]
+    return mosaic_gpu.fp8_matmul(inputs, norm, largest)[0]
 
 
 def measured_swiglu(
-    inputs: Inputs[Fp8Weight], *, rows: Rows | None = None, implementation: str
+    inputs: Inputs[Fp8Weight], *, norm: RowNorm | None = None, implementation: str
 ) -> tuple[jax.Array, jax.Array]:
     """Return fp8_matmul of gate and up, and the largest magnitudes in it, for the product after it.
 
     The latter are float32 [tiles of columns, rows or more]. See takes_largest.
     """
-    runs = _runs_kernel(inputs, implementation)
+    runs = _runs_kernel(inputs, implementation, norm)
     assert runs and inputs.swiglu and inputs.x.shape[0] <= plan.MAX_ROWS
     from pallas_kernels.fp8_matmul import mosaic_gpu
 
-    out, largest = mosaic_gpu.fp8_matmul(inputs, rows, measures=True)
+    out, largest = mosaic_gpu.fp8_matmul(inputs, norm, measures=True)
     assert largest is not None
     return out, largest
 
@@ -94,12 +96,18 @@ def takes_largest(rows: int, weight: Fp8Weight, implementation: str) -> bool:
     return mosaic_gpu.takes_largest(rows, weight)
 
 
-def _runs_kernel(inputs: Inputs[Fp8Weight], implementation: str) -> bool:
+def _runs_kernel(
+    inputs: Inputs[Fp8Weight], implementation: str, norm: RowNorm | None = None
+) -> bool:
     """Return whether the kernel runs; raise ValueError for inputs that do not fit."""
     check(inputs)
+    if norm is not None and norm.gain.shape != inputs.x.shape[1:]:
+        raise ValueError(f"gain: expected {inputs.x.shape[1:]}, got {norm.gain.shape}")
 
     def reason() -> str | None:
-        return hopper.missing() or unsupported(Product.of(inputs))
+        if found := hopper.missing() or unsupported(Product.of(inputs)):
+            return found
+        return None if norm is None else _not_quantised(inputs.x.shape[1])
 
     return runs_kernel("fp8_matmul", implementation, reason)
 
@@ -128,20 +136,11 @@ def _in_parts(product: Product) -> bool:
     return is_block and product.rows <= plan.MOST_IN_PARTS
 
 
-def normed_rows(
-    x: jax.Array, gain: jax.Array, eps: float, weight: Fp8Weight, implementation: str
-) -> Rows | None:
-    """Return the RMS norm of x [rows, depth] as an fp8 product with this weight takes it.
-
-    gain, eps: of the norm; see pallas_kernels.rms_norm
-
-    Returns None where no kernel makes both at once.
-    """
-    if implementation == "reference" or x.dtype != jnp.bfloat16 or _not_quantised(x.shape[1]):
-        return None
-    from pallas_kernels.fp8_matmul import mosaic_gpu
-
-    return mosaic_gpu.quantise(x, weight.activation, weight.activation_scale, gain, eps)
+def takes_norm(x: Shaped, implementation: str) -> bool:
+    """Return whether the kernels norm rows x [rows, depth] before they quantise them."""
+    if implementation == "reference" or x.dtype != jnp.bfloat16:
+        return False
+    return _not_quantised(x.shape[1]) is None
 
 
 def _not_quantised(depth: int) -> str | None:

@@ -6,11 +6,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.fp8_matmul.rows import Rows, quantise
+from pallas_kernels.fp8_matmul.rows import RowNorm, Rows, quantise
 from pallas_kernels.fp8_matmul.weight import BLOCK, Fp8Weight
 from pallas_kernels.hopper import NUM_SMS
 from pallas_kernels.matmul.inputs import Inputs
 from pallas_kernels.matmul.reference import finish
+from pallas_kernels.rms_norm import rms_norm
 
 # cublasLt's fp8 products are not split along the depth, so a narrow result leaves SMs idle. With
 # these many rows a deep product is a batch of so many parts of the depth, if their tiles of
@@ -19,10 +20,11 @@ SPLIT_ROWS, DEPTH_PARTS = range(129, 257), 4
 PART_DEPTH, TILE = 3072, 128
 
 
-def fp8_matmul(inputs: Inputs[Fp8Weight]) -> jax.Array:
+def fp8_matmul(inputs: Inputs[Fp8Weight], norm: RowNorm | None = None) -> jax.Array:
     """Run the op; see pallas_kernels.fp8_matmul.fp8_matmul."""
-    first = inputs.weights[0]
-    return multiply(quantise(inputs.x, first.activation, first.activation_scale), inputs)
+    x, first = inputs.x, inputs.weights[0]
+    x = x if norm is None else rms_norm(x, norm.gain, eps=norm.eps)
+    return multiply(quantise(x, first.activation, first.activation_scale), inputs)
 
 
 def multiply(rows: Rows, inputs: Inputs[Fp8Weight]) -> jax.Array:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +10,19 @@ from jax import lax
 
 from pallas_kernels.dtypes import rounded_division
 from pallas_kernels.fp8_matmul.weight import BLOCK, DTYPE, LARGEST, Activation, spread
+from pallas_kernels.types import STATIC
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class RowNorm:
+    """The RMS norm of rows before they are quantised; see pallas_kernels.rms_norm.
+
+    gain: [depth]
+    """
+
+    gain: jax.Array
+    eps: float = field(metadata=STATIC)
 
 
 @jax.tree_util.register_dataclass

@@ -19,7 +19,7 @@ crowd into few GPCs. A product with a bias is float32 too, but XLA's sum after i
 early. Two kinds of o follow the rule though their kernel before differs, unmeasured: that of
 latent attention follows head_matmul, which does not launch it early; one with a bias has no
 residual sum here but follows attention. In fp8 all products take their weights first; o and down of
-more than eight rows follow a kernel that quantises them.
+more than eight rows, and others of more than one, follow a kernel that quantises these.
 """
 
 from __future__ import annotations

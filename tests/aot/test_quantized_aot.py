@@ -94,6 +94,29 @@ def test_int4_compiles_to_one_kernel_without_spills(name: str) -> None:
     assert not re.findall(OTHER_WORK, hlo), hlo
 
 
+@pytest.mark.parametrize("form", ["channel", "static"])
+@pytest.mark.parametrize("rows", [1, 2, 8])
+@pytest.mark.parametrize("name", ["qkv", "gate_up"])
+def test_one_row_under_a_norm_takes_no_kernel_of_its_own(name: str, rows: int, form: str) -> None:
+    shape = dataclasses.replace(FP8[f"llama-3-8b {name} {form} rows 64"], rows=rows)
+    inputs = jax.eval_shape(lambda: make_fp8(shape, 0))
+    gain = jax.ShapeDtypeStruct((4096,), jnp.bfloat16)
+
+    def run(inputs: Any, gain: Any) -> Any:
+        norm = fp8_matmul.RowNorm(gain, 1e-5)
+        if name == "gate_up" and form == "channel":
+            return fp8_matmul.measured_swiglu(inputs, norm=norm, implementation="mosaic_gpu")
+        return fp8_matmul.fp8_matmul(inputs, norm=norm, implementation="mosaic_gpu")
+
+    with h200.ptxas_report() as report:
+        hlo = h200.compile_for_h200(run, inputs, gain).as_text()
+        found = h200.stack_and_spills(report())
+    kernels = 1 if rows == 1 else 2
+    assert found == [(0, 0, 0)] * kernels, found
+    assert hlo.count(" custom-call(") == kernels, hlo
+    assert not [line for line in re.findall(OTHER_WORK, hlo) if "[]" not in line], hlo
+
+
 @pytest.mark.parametrize("rows", [4, 64])
 @pytest.mark.parametrize("form", ["channel", "block", "static"])
 def test_a_norm_and_the_codes_after_it_are_one_kernel(form: str, rows: int) -> None:
@@ -101,8 +124,15 @@ def test_a_norm_and_the_codes_after_it_are_one_kernel(form: str, rows: int) -> N
     weight = jax.eval_shape(lambda: make_fp8(shape, 0)).weights[0]
     x = jax.ShapeDtypeStruct((rows, 4096), jnp.bfloat16)
     gain = jax.ShapeDtypeStruct((4096,), jnp.bfloat16)
+    from pallas_kernels.fp8_matmul import mosaic_gpu
+
     with h200.ptxas_report() as report:
         h200.compile_for_h200(
-            lambda *a: fp8_matmul.normed_rows(a[0], a[1], 1e-5, a[2], "mosaic_gpu"), x, gain, weight
+            lambda x, gain, weight: mosaic_gpu.quantised(
+                fp8_matmul.Inputs(x=x, weights=(weight,)), fp8_matmul.RowNorm(gain, 1e-5)
+            ),
+            x,
+            gain,
+            weight,
         )
         assert h200.stack_and_spills(report()) == [(0, 0, 0)]

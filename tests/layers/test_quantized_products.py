@@ -101,7 +101,7 @@ def test_gate_and_up_hand_their_largest_magnitudes_to_down(
 
     monkeypatch.setattr(fp8_matmul, "measured_swiglu", measured)
     monkeypatch.setattr(fp8_matmul, "takes_largest", lambda *_: True)
-    monkeypatch.setattr(fp8_matmul, "normed_rows", lambda *_: None)
+    monkeypatch.setattr(fp8_matmul, "takes_norm", lambda *_: False)
     for module in (matmul, fp8_matmul, int4_matmul):
         monkeypatch.setattr(module, module.__name__.rpartition(".")[2], note)
         monkeypatch.setattr(module, "unsupported", lambda product: None)

@@ -14,8 +14,9 @@ at a time.
 
 The order of summation of few rows depends on the weights alone (pallas_kernels/matmul/plan.py).
 
-    quantise.py     rows in fp8
-    own_rows.py     few rows that the product quantises itself
+    row_parts.py    whole rows as warps look at them
+    quantise.py     rows in fp8, after a norm or as they are
+    own_rows.py     few rows that the product norms and quantises itself
     product.py      the product
 """
 
@@ -29,7 +30,7 @@ from pallas_kernels.fp8_matmul import rows as plain
 from pallas_kernels.fp8_matmul.mosaic_gpu import own_rows
 from pallas_kernels.fp8_matmul.mosaic_gpu.product import multiply, product_of
 from pallas_kernels.fp8_matmul.mosaic_gpu.quantise import quantise, takes
-from pallas_kernels.fp8_matmul.rows import Rows
+from pallas_kernels.fp8_matmul.rows import RowNorm, Rows
 from pallas_kernels.fp8_matmul.weight import Fp8Weight
 from pallas_kernels.matmul.inputs import Inputs
 from pallas_kernels.matmul.plan import MAX_ROWS, MOST_IN_PARTS, Product
@@ -37,7 +38,7 @@ from pallas_kernels.matmul.plan import MAX_ROWS, MOST_IN_PARTS, Product
 
 def fp8_matmul(
     inputs: Inputs[Fp8Weight],
-    rows: Rows | None = None,
+    norm: RowNorm | None = None,
     largest: jax.Array | None = None,
     *,
     measures: bool = False,
@@ -46,12 +47,25 @@ def fp8_matmul(
 
     measures: of few rows, return the largest magnitudes in the result as well, not None
     """
-    weight, count = inputs.weights[0], inputs.x.shape[0]
-    if rows is None and quantises(Product.of(inputs), measured=largest is not None):
-        return multiply(None, inputs, largest, measures=measures)
-    if rows is None:
-        run = quantise if takes(inputs.x.shape[1]) else plain.quantise
-        rows = run(inputs.x, weight.activation, weight.activation_scale)
+    if quantises(Product.of(inputs), measured=largest is not None, normed=norm is not None):
+        return multiply(None, inputs, norm, largest, measures=measures)
+    return multiply_quantised(quantised(inputs, norm), inputs, measures=measures)
+
+
+def quantised(inputs: Inputs[Fp8Weight], norm: RowNorm | None = None) -> Rows:
+    """Return the rows, or their norm, in fp8: from a kernel where one takes the depth."""
+    x, weight = inputs.x, inputs.weights[0]
+    if takes(x.shape[1]):
+        return quantise(x, weight.activation, weight.activation_scale, norm)
+    assert norm is None
+    return plain.quantise(x, weight.activation, weight.activation_scale)
+
+
+def multiply_quantised(
+    rows: Rows, inputs: Inputs[Fp8Weight], *, measures: bool = False
+) -> tuple[jax.Array, jax.Array | None]:
+    """Run the op with quantised rows."""
+    count = inputs.x.shape[0]
     if count <= MAX_ROWS:
         return multiply(rows, inputs, measures=measures)
     assert not measures
@@ -62,17 +76,19 @@ def fp8_matmul(
     return jnp.concatenate(made), None
 
 
-def quantises(product: Product, *, measured: bool) -> bool:
-    """Return whether a product of Fp8Weights quantises rows that are no codes yet.
+def quantises(product: Product, *, measured: bool = False, normed: bool = False) -> bool:
+    """Return whether a product of Fp8Weights quantises its rows.
 
     measured: whether the product before it has stored their largest magnitudes
+    normed:   whether it norms them first
     """
     weight = product.weights[0]
     assert isinstance(weight, Fp8Weight)
     if weight.activation == "block" or product.rows > MAX_ROWS:
         return False
     own = product_of(product, quantises=True)
-    return own_rows.fits(own, has_scales=measured or weight.activation == "static")
+    has_scales = measured or weight.activation == "static"
+    return own_rows.fits(own, has_scales=has_scales, normed=normed)
 
 
 def takes_largest(rows: int, weight: Fp8Weight) -> bool:

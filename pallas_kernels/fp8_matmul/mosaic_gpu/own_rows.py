@@ -1,16 +1,20 @@
-"""Few rows that a product quantises itself, in place of a kernel before it.
+"""Few rows that a product norms and quantises itself, in place of a kernel before it.
 
 Every CTA reads the rows while its rings fill, and keeps the codes of its part of the depth. Codes
-and scales are those of quantise.py, bit for bit: a largest magnitude depends on no order, and
-values are divided, clipped and rounded one by one. So it changes no bits which of the two runs.
+and scales are those of quantise.py, bit for bit: sums of squares have the same order, a largest
+magnitude depends on none, and values are scaled, divided, clipped and rounded one by one. So it
+changes no bits which of the two runs.
 
-A CTA reads its part of each row, 2 bytes a value. A scale depends on the whole row. Either every
-CTA reads all of it as well, or the product before has stored the largest magnitudes of its tiles.
-All CTAs together then read more from the L2 cache than the codes have bytes, so the rows are few.
+A CTA reads its part of each row, 2 bytes a value. A norm and a scale depend on the whole row.
+Either every CTA reads all of it as well, or the product before has stored the largest magnitudes of
+its tiles. All CTAs together then read more from the L2 cache than the codes have bytes, so the rows
+are few.
 """
 
 from __future__ import annotations
 
+import functools
+from dataclasses import dataclass
 from typing import Generic, NamedTuple, TypeVar
 
 import jax
@@ -20,50 +24,73 @@ from jax.experimental import pallas as pl
 from jax.experimental.mosaic.gpu import fragmented_array as fa
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.fp8_matmul.mosaic_gpu import row_parts
 from pallas_kernels.fp8_matmul.mosaic_gpu.quantise import scale_of, scaled
+from pallas_kernels.fp8_matmul.mosaic_gpu.row_parts import HALVES, LANES, PARTS
+from pallas_kernels.fp8_matmul.rows import RowNorm
 from pallas_kernels.fp8_matmul.weight import DTYPE
 from pallas_kernels.matmul.mosaic_gpu.ring import Ring
 from pallas_kernels.matmul.mosaic_gpu.sizes import Scratch, Sizes
 from pallas_kernels.matmul.plan import TILE_N, WARPS, Product, choose_tuning, is_resident
 from pallas_kernels.mosaic import load
-from pallas_kernels.types import Ref
+from pallas_kernels.types import Index, Ref
 
 T = TypeVar("T")  # an array, or the kernel's ref
 
 ROWS = 8  # at most
-ROW_BYTES = 64 * 1024  # of all rows, at most, where each CTA looks for their largest magnitudes
+ROW_BYTES = 64 * 1024  # of all rows, at most, where each CTA reads the whole of them
+# At most, under a norm. A CTA looks at them twice and waits for its other warps in between: with
+# four rows that takes longer than a kernel before the product.
+NORMED_ROWS = 1
 STEP = 256  # depths of a step: two for each thread
-LANES = 32
 AT_ONCE = 64  # steps of all rows that a warpgroup holds in registers
+TILE_LAYOUT = plgpu.Layout.TILED(  # a thread has two depths of each step, of all rows
+    fa.Tiling(((1, ROWS, STEP), (STEP // WARPS,), (2,))),
+    warp_dims=(-3,),
+    lane_dims=(-2,),
+    vector_dim=-1,
+)
 
 
 class Values(NamedTuple, Generic[T]):
     """Rows that are no codes yet, bfloat16, in two views, and what is known of their scales.
 
     by_step: [rows, split, steps, warpgroups, STEP], as warpgroups multiply them
-    by_warp: [rows, warpgroups, WARPS, depth], as warps look for the largest magnitude; or None
+    by_part: [rows, HALVES, WARPS, depth / PARTS], as warps look at whole rows; or None
+    gain:    of the norm, as by_step and by_part without rows; or None
     largest: float32 [WARPS, tiles, padded rows], of the product before; or None
 
-    Without by_warp and largest, all rows have a scale that is known.
+    Without a norm and largest, by_part is None if all rows have a scale that is known.
     """
 
     by_step: T
-    by_warp: T | None
+    by_part: T | None
+    gain: tuple[T, T] | None
     largest: T | None
 
 
-def fits(product: Product, *, has_scales: bool) -> bool:
+def fits(product: Product, *, has_scales: bool, normed: bool) -> bool:
     """Return whether a product of codes can quantise its rows: few, in shared memory, in steps.
 
     has_scales: whether the scales are known, or the product before has measured the rows
+    normed:     whether it norms the rows first
     """
     tuning = choose_tuning(product)
     return (
         tuning is not None
-        and product.rows <= ROWS
+        and product.rows <= (NORMED_ROWS if normed else ROWS)
         and tuning.tile_k == tuning.stripe_k == STEP
         and is_resident(product, product.depth // tuning.split)
-        and (has_scales or 2 * product.rows * product.depth <= ROW_BYTES)
+        and ((has_scales and not normed) or _reads_all(product, tuning.warpgroups))
+    )
+
+
+def _reads_all(product: Product, warpgroups: int) -> bool:
+    """Return whether each CTA can read the whole of the rows."""
+    return (
+        2 * product.rows * product.depth <= ROW_BYTES
+        and HALVES % warpgroups == 0
+        and row_parts.divides(product.depth)
     )
 
 
@@ -73,130 +100,181 @@ def measured(depth: int) -> bool:
 
 
 def values_of(
-    sizes: Sizes, x: jax.Array, largest: jax.Array | None, *, has_scale: bool
+    sizes: Sizes,
+    x: jax.Array,
+    norm: RowNorm | None,
+    largest: jax.Array | None,
+    *,
+    has_scale: bool,
 ) -> Values[jax.Array]:
     """Return the operands for rows x [rows, depth].
 
-    largest:   float32 [tiles, rows or more], of the product before
+    largest:   float32 [tiles, rows or more], of the product before, for rows without a norm
     has_scale: whether all rows have a scale that is known
     """
     rows, tuning = x.shape[0], sizes.tuning
-    by_warp = None
+    by_part = gain = None
     if largest is not None:
+        assert norm is None
         largest = largest.reshape(WARPS, -1, sizes.padded)
-    elif not has_scale:
-        by_warp = x.reshape(rows, tuning.warpgroups, WARPS, -1)
-    by_step = x.reshape(rows, tuning.split, sizes.steps, tuning.warpgroups, STEP)
-    return Values(by_step, by_warp, largest)
+    elif norm is not None or not has_scale:
+        by_part = row_parts.in_parts(x)
+    steps = tuning.split, sizes.steps, tuning.warpgroups, STEP
+    if norm is not None:
+        gain = norm.gain.reshape(steps), row_parts.in_parts(norm.gain)
+    return Values(x.reshape(rows, *steps), by_part, gain, largest)
 
 
 def with_scratch(
     scratch: Scratch[pl.MemoryRef], sizes: Sizes, values: Values
 ) -> Scratch[pl.MemoryRef]:
-    """Return the scratch memory with what `quantise` needs."""
-    if values.largest is None and values.by_warp is None:
+    """Return the scratch memory with what `OwnRows` needs."""
+    if values.largest is None and values.by_part is None:
         return scratch
     warpgroups = sizes.tuning.warpgroups
+    kinds = max(len(row_parts.KINDS), warpgroups) + 1
+    assert 4 * kinds * ROWS * PARTS <= 1024  # what plan.smem_bytes counts
     return scratch._replace(
-        by_warp=plgpu.SMEM((warpgroups + 1, ROWS, ROWS), jnp.float32),
-        measured=plgpu.Barrier(num_arrivals=warpgroups),
+        by_row=plgpu.SMEM((kinds, ROWS, PARTS), jnp.float32),
+        seen=plgpu.Barrier(num_arrivals=warpgroups)
+        if values.by_part is not None and warpgroups > 1
+        else None,
     )
 
 
-def row_scales(sizes: Sizes, scratch: Scratch[Ref]) -> Ref:
+def row_scales(scratch: Scratch[Ref]) -> Ref:
     """Return the scales that the first warpgroup keeps: float32 [padded rows]."""
-    assert scratch.by_warp is not None
-    return scratch.by_warp.at[sizes.tuning.warpgroups, 0]
+    assert scratch.by_row is not None
+    return scratch.by_row.at[scratch.by_row.shape[0] - 1, 0]
 
 
-def quantise(ring: Ring, values: Values[Ref], scale: jax.Array | None) -> None:
-    """Write the codes of a warpgroup's steps to the resident x.
+class Gain(NamedTuple):
+    """The norm's gain in registers: of the first steps, and of the halves that are looked at."""
 
-    scale: of all rows, if it is known; else the first warpgroup keeps those of the rows
+    by_step: jax.Array
+    by_part: list[jax.Array]
 
-    No warpgroup reads another's codes. The codes of rows past the last one are those of the first.
+
+@dataclass(frozen=True)
+class OwnRows:
+    """Rows that a warpgroup quantises for itself, in the kernel.
+
+    eps: of the norm, if there is one
     """
-    sizes, scratch = ring.sizes, ring.scratch
-    rows, steps = sizes.product.rows, sizes.steps
-    count = next(n for n in range(steps, 0, -1) if steps % n == 0 and n * rows <= AT_ONCE)
-    shape = count, sizes.padded, STEP
-    tile_layout = plgpu.Layout.TILED(  # a thread has two depths of each step, of all rows
-        fa.Tiling(((1, ROWS, STEP), (STEP // WARPS,), (2,))),
-        warp_dims=(-3,),
-        lane_dims=(-2,),
-        vector_dim=-1,
-    )
 
-    def read(start: int) -> list[jax.Array]:
-        here = pl.ds(start, count)
-        refs = [values.by_step.at[row, ring.part, here, ring.wg] for row in range(rows)]
-        return [load(ref, tile_layout.reduce(1), optimized=False) for ref in refs]
+    ring: Ring
+    values: Values[Ref]
+    eps: float | None
 
-    first = read(0)  # before anything waits for the scales
-    scales = [scale] * rows if scale is not None else _scales(ring, values)
-    row_of = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=tile_layout)
-    for start in range(0, steps, count):
-        tile: jax.Array | None = None
-        for row, part in enumerate(first if start == 0 else read(start)):
-            quotients = scaled(part.astype(jnp.float32), scales[row])
-            spread = plgpu.layout_cast(lax.broadcast_in_dim(quotients, shape, [0, 2]), tile_layout)
-            # A register's row is known when the kernel is compiled: this picks registers.
-            tile = spread if tile is None else jnp.where(row_of == row, spread, tile)
-        assert tile is not None
-        scratch.x.at[pl.ds(ring.resident_step(start), count)][...] = tile.astype(DTYPE)
-    if scale is None:
+    @property
+    def rows(self) -> range:
+        return range(self.ring.sizes.product.rows)
 
-        @pl.when(ring.wg == 0)
-        def _keep() -> None:
-            for row in range(rows):
-                row_scales(sizes, scratch)[row] = scales[row]
+    @property
+    def halves(self) -> list[Index]:
+        """The halves of a row that this warpgroup looks at: two warpgroups have one each."""
+        both = self.ring.sizes.tuning.warpgroups < HALVES
+        return list(range(HALVES)) if both else [self.ring.wg]
 
-    plgpu.commit_smem()
+    @property
+    def at_once(self) -> int:
+        """Steps that are in registers at once."""
+        steps = self.ring.sizes.steps
+        counts = (n for n in range(steps, 0, -1) if steps % n == 0)
+        return next(n for n in counts if n * len(self.rows) <= AT_ONCE)
 
+    def read_gain(self) -> Gain | None:
+        """Return the gain. No kernel writes it: it need not wait for the kernel before."""
+        if self.values.gain is None:
+            return None
+        by_step, by_part = self.values.gain
+        return Gain(self._steps(by_step, 0), [self._half(by_part, half) for half in self.halves])
 
-def _scales(ring: Ring, values: Values[Ref]) -> list[jax.Array]:
-    """Return the scale of each row, from its largest magnitude."""
-    sizes, scratch = ring.sizes, ring.scratch
-    by_warp, warpgroups = scratch.by_warp, sizes.tuning.warpgroups
-    assert by_warp is not None
-    if values.largest is not None:  # each warpgroup looks at all of it
-        found = load(values.largest, _tiles_layout(), optimized=False)
-        by_warp.at[ring.wg, pl.ds(0, WARPS)][...] = jnp.max(found, axis=1)
-        seen = [lambda row, warp=warp: (ring.wg, warp, row) for warp in range(WARPS)]
-    else:  # each warpgroup looks at a part of the row
-        assert values.by_warp is not None
-        layout = _row_layout(sizes.product.depth // (warpgroups * WARPS))
-        for row in range(sizes.product.rows):
-            part = values.by_warp.at[row, ring.wg]
-            found = load(part, layout, optimized=False)
-            largest = jnp.max(jnp.abs(found.astype(jnp.float32)), axis=1)
-            by_warp.at[ring.wg, row, pl.ds(0, WARPS)][...] = largest
-        plgpu.barrier_arrive(scratch.measured)
-        plgpu.barrier_wait(scratch.measured)
-        seen = [
-            lambda row, wg=wg, warp=warp: (wg, row, warp)
-            for wg in range(warpgroups)
-            for warp in range(WARPS)
-        ]
+    def quantise(self, gain: Gain | None, scale: jax.Array | None) -> None:
+        """Write the codes of a warpgroup's steps to the resident x.
 
-    def scale(row: int) -> jax.Array:
-        largest = by_warp[seen[0](row)]
-        for place in seen[1:]:
-            largest = jnp.maximum(largest, by_warp[place(row)])
-        return scale_of(largest)
+        scale: of all rows, if it is known; else the first warpgroup keeps those of the rows
 
-    return [scale(row) for row in range(sizes.product.rows)]
+        No warpgroup reads another's codes. The codes of rows past the last one are those of the
+        first.
+        """
+        ring, scratch = self.ring, self.ring.scratch
+        shape = self.at_once, ring.sizes.padded, STEP
+        first = self._rows(0)  # before anything waits for the scales
+        factors, scales = self._factors_and_scales(gain, scale)
+        row_of = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=TILE_LAYOUT)
+        for start in range(0, ring.sizes.steps, self.at_once):
+            tile: jax.Array | None = None
+            by_step = None
+            if gain is not None and self.values.gain is not None:
+                by_step = gain.by_step if start == 0 else self._steps(self.values.gain[0], start)
+            for row, part in enumerate(first if start == 0 else self._rows(start)):
+                if by_step is None:
+                    part = part.astype(jnp.float32)
+                else:
+                    part = row_parts.normed(part, by_step, factors[row])
+                spread = lax.broadcast_in_dim(scaled(part, scales[row]), shape, [0, 2])
+                spread = plgpu.layout_cast(spread, TILE_LAYOUT)
+                # A register's row is known when the kernel is compiled: this picks registers.
+                tile = spread if tile is None else jnp.where(row_of == row, spread, tile)
+            assert tile is not None
+            steps = pl.ds(ring.resident_step(start), self.at_once)
+            scratch.x.at[steps][...] = tile.astype(DTYPE)
+        if scale is None:
 
+            @pl.when(ring.wg == 0)
+            def _keep() -> None:
+                for row in self.rows:
+                    row_scales(scratch)[row] = scales[row]
 
-def _row_layout(depth: int):
-    """Return the layout of [WARPS, depth]: each warp has one of them."""
-    vector = next(v for v in (8, 4, 2) if depth % (LANES * v) == 0)
-    return plgpu.Layout.TILED(
-        fa.Tiling(((WARPS, LANES * vector), (vector,))),
-        warp_dims=(-3,),
-        lane_dims=(-2,),
-        vector_dim=-1,
-    )
+        plgpu.commit_smem()
+
+    def _factors_and_scales(
+        self, gain: Gain | None, scale: jax.Array | None
+    ) -> tuple[list[jax.Array], list[jax.Array]]:
+        """Return what the norm multiplies each row by, if there is one, and each row's scale."""
+        known = [] if scale is None else [scale] * len(self.rows)
+        if self.values.largest is not None:
+            return [], [scale_of(largest) for largest in self._measured(self.values.largest)]
+        by_part, scratch = self.values.by_part, self.ring.scratch
+        if by_part is None:
+            return [], known
+        assert scratch.by_row is not None
+        findings = row_parts.Findings(scratch.by_row, self.halves, scratch.seen)
+        read = [[self._half(by_part.at[row], half) for half in self.halves] for row in self.rows]
+        factors, rows = [], read
+        if gain is not None:
+            assert self.eps is not None
+            depth = self.ring.sizes.product.depth
+            factors = findings.norm_factors(read, depth, self.eps)
+            rows = (  # made one after the other: registers do not hold all of them
+                map(functools.partial(row_parts.normed, factor=factor), own, gain.by_part)
+                for own, factor in zip(read, factors, strict=True)
+            )
+        return factors, known or [scale_of(largest) for largest in findings.largest(rows)]
+
+    def _measured(self, largest: Ref) -> list[jax.Array]:
+        """Return the largest magnitude of each row, from those of its tiles.
+
+        Each warpgroup looks at all of them.
+        """
+        by_row, wg = self.ring.scratch.by_row, self.ring.wg
+        assert by_row is not None
+        found = load(largest, _tiles_layout(), optimized=False)
+        by_row.at[wg, pl.ds(0, WARPS)][...] = jnp.max(found, axis=1)
+        by_warp = [[by_row[wg, warp, row] for warp in range(WARPS)] for row in self.rows]
+        return [functools.reduce(jnp.maximum, one) for one in by_warp]
+
+    def _rows(self, start: int) -> list[jax.Array]:
+        return [self._steps(self.values.by_step.at[row], start) for row in self.rows]
+
+    def _steps(self, ref: Ref, start: int) -> jax.Array:
+        here = ref.at[self.ring.part, pl.ds(start, self.at_once), self.ring.wg]
+        return load(here, TILE_LAYOUT.reduce(1), optimized=False)
+
+    def _half(self, ref: Ref, half: Index) -> jax.Array:
+        layout = row_parts.layout_of(self.ring.sizes.product.depth)
+        return load(ref.at[half], layout, optimized=False)
 
 
 def _tiles_layout():

@@ -13,7 +13,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.fp8_matmul.mosaic_gpu import own_rows
-from pallas_kernels.fp8_matmul.rows import Rows
+from pallas_kernels.fp8_matmul.rows import RowNorm, Rows
 from pallas_kernels.fp8_matmul.weight import BLOCK, Fp8Weight
 from pallas_kernels.lowered_once import lowered_once
 from pallas_kernels.matmul.inputs import Inputs
@@ -61,6 +61,7 @@ def product_of(product: Product, *, quantises: bool = False, measures: bool = Fa
 def multiply(
     rows: Rows | None,
     inputs: Inputs[Fp8Weight],
+    norm: RowNorm | None = None,
     largest: jax.Array | None = None,
     *,
     measures: bool = False,
@@ -69,6 +70,7 @@ def multiply(
     """Return the op's result from quantised rows, and the largest magnitudes in it.
 
     rows:     None: the kernel quantises inputs.x
+    norm:     of inputs.x, before the kernel quantises it
     largest:  see own_rows.Values
     measures: return float32 [tiles, padded rows] as well, not None
     """
@@ -82,7 +84,7 @@ def multiply(
     values = None
     if rows is None:
         by_row = inputs.weights[0].activation_scale
-        values = own_rows.values_of(sizes, inputs.x, largest, has_scale=by_row is not None)
+        values = own_rows.values_of(sizes, inputs.x, norm, largest, has_scale=by_row is not None)
     else:
         by_row = rows.scales
     if by_row is not None and by_row.ndim and by_row.shape[-1] < sizes.padded:
@@ -96,7 +98,8 @@ def multiply(
     scratch = scratch_of(sizes, operands)
     if values is not None:
         scratch = own_rows.with_scratch(scratch, sizes, values)
-    (results,) = _kernel(sizes, scratch)(operands, scales, values)
+    eps = None if norm is None else norm.eps
+    (results,) = _kernel(sizes, scratch, eps)(operands, scales, values)
     return results.out, results.largest
 
 
@@ -192,7 +195,7 @@ class _Sum:
             else:
                 factors.append(load(weight.at[columns], LAYOUT.reduce(1), optimized=False))
         if rows is None:
-            rows = own_rows.row_scales(self.ring.sizes, self.ring.scratch)
+            rows = own_rows.row_scales(self.ring.scratch)
         if len(rows.shape) == 2:
             return factors, None
         if rows.shape == (1,):
@@ -200,8 +203,8 @@ class _Sum:
         return factors, load(rows, LAYOUT.reduce(0), optimized=False)
 
 
-def _kernel(sizes: Sizes, memory: Scratch[pl.MemoryRef]):
-    """Return the kernel with this scratch memory."""
+def _kernel(sizes: Sizes, memory: Scratch[pl.MemoryRef], eps: float | None):
+    """Return the kernel with this scratch memory. eps: of the norm of rows that it quantises"""
     product, tuning = sizes.product, sizes.tuning
     shape = TILE_N, sizes.padded
 
@@ -223,14 +226,15 @@ def _kernel(sizes: Sizes, memory: Scratch[pl.MemoryRef]):
 
         # The kernel before is short, or launches this one early.
         ring.fill_weights(turns)
+        own = None if values is None else own_rows.OwnRows(ring, values, eps)
+        gain = None if own is None else own.read_gain()
         if sizes.pdl:
             plgpu.griddepcontrol_wait()  # weights do not depend on the kernel before; x does
-        if values is None:
+        if own is None:
             ring.fill_x(turns)
             ring.await_x()
         else:
-            known = None if scales.rows is None else scales.rows[0]
-            own_rows.quantise(ring, values, known)
+            own.quantise(gain, None if scales.rows is None else scales.rows[0])
 
         @pl.loop(0, tiles_here)
         def _tile(index: jax.Array) -> None:
@@ -255,6 +259,7 @@ def _kernel(sizes: Sizes, memory: Scratch[pl.MemoryRef]):
         plgpu.wait_smem_to_gmem(0)
 
     fused = {
+        "normed": eps is not None,
         "quantised": product.quantises,
         "swiglu": product.swiglu,
         "residual": product.residual,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -9,11 +11,12 @@ from jax.experimental.mosaic.gpu import fragmented_array as fa
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.dtypes import rounded_division
-from pallas_kernels.fp8_matmul.rows import Rows
+from pallas_kernels.fp8_matmul.mosaic_gpu import row_parts
+from pallas_kernels.fp8_matmul.rows import RowNorm, Rows
 from pallas_kernels.fp8_matmul.weight import BLOCK, DTYPE, LARGEST, Activation
 from pallas_kernels.hopper import interpreting
 from pallas_kernels.lowered_once import lowered_once
-from pallas_kernels.matmul.plan import MAX_ROWS, padded_rows
+from pallas_kernels.matmul.plan import MAX_ROWS, REDUCTION_BYTES, WARPS, padded_rows
 from pallas_kernels.mosaic import load
 from pallas_kernels.types import Ref
 
@@ -31,90 +34,125 @@ def quantise(
     x: jax.Array,
     activation: Activation,
     scale: jax.Array | None,
-    gain: jax.Array | None = None,
-    eps: float = 0.0,
+    norm: RowNorm | None = None,
 ) -> Rows:
-    """Return x [rows, depth], or its RMS norm, in fp8.
+    """Return x [rows, depth], or its norm, in fp8.
 
-    See pallas_kernels.fp8_matmul.rows.quantise for activation and scale, and
-    pallas_kernels.rms_norm for gain and eps.
+    See pallas_kernels.fp8_matmul.rows.quantise for activation and scale.
     """
-    return Rows(*_quantise(x, activation, scale, gain, eps))
+    return Rows(*_quantise(x, activation, scale, norm))
 
 
 # Compiled as a function of its own, so that layers and programs share one kernel.
-@lowered_once(static_argnames=("activation", "eps"))
+@lowered_once(static_argnames=("activation",))
 def _quantise(
-    x: jax.Array,
-    activation: Activation,
-    scale: jax.Array | None,
-    gain: jax.Array | None,
-    eps: float,
+    x: jax.Array, activation: Activation, scale: jax.Array | None, norm: RowNorm | None
 ) -> tuple[jax.Array, jax.Array]:
     rows, depth = x.shape
-    shape, by_block = (depth // BLOCK, BLOCK), activation == "block"
-    # A thread has the same values in both.
-    layout = plgpu.Layout.WG_STRIDED(shape, vec_size=VALUES)
-    if by_block:  # half a warp has a block
-        layout = plgpu.Layout.TILED(
-            fa.Tiling(((BLOCKS, BLOCK), (BLOCKS // 4, BLOCK), (VALUES,))),
-            warp_dims=(-5,),
-            lane_dims=(-3, -2),
-            vector_dim=-1,
-        )
-    pdl = not interpreting()
-
-    def body(
-        x_gmem: Ref, scale_gmem: Ref | None, gain_gmem: Ref | None, codes: Ref, scales: Ref | None
-    ) -> None:
-        row = lax.axis_index("row")
-        gain_values = None
-        if gain_gmem is not None:  # no kernel writes it: it need not wait for the kernel before
-            gain_values = load(gain_gmem, layout, optimized=False)
-        if pdl:
-            plgpu.griddepcontrol_wait()
-            # The product's copies of weights start: a CTA here leaves it nearly all of an SM.
-            plgpu.griddepcontrol_launch_dependents()
-        values = load(x_gmem.at[row], layout, optimized=False).astype(jnp.float32)
-        if gain_values is not None:
-            squares = values * values
-            total = jnp.sum(jnp.sum(squares, axis=1)) if by_block else jnp.sum(squares)
-            normed = (values * lax.rsqrt(total / depth + eps)).astype(x.dtype) * gain_values
-            values = normed.astype(jnp.float32)
-        if scale_gmem is not None:
-            divisor = scale_gmem[0]
-        elif by_block and scales is not None:
-            largest = jnp.max(jnp.abs(values), axis=1)
-            divisors = jnp.where(largest == 0.0, 1.0, _divide(largest, jnp.float32(LARGEST)))
-            scales.at[:, row][...] = divisors
-            divisor = plgpu.layout_cast(lax.broadcast_in_dim(divisors, shape, [0]), layout)
-        else:
-            divisor = scale_of(jnp.max(jnp.abs(values)))
-            if scales is not None:
-                scales[row] = divisor
-        codes.at[row][...] = scaled(values, divisor).astype(DTYPE)
-
+    gain, eps = (None, 0.0) if norm is None else (norm.gain, norm.eps)
     # The product of few rows reads whole tiles of scales. Those past the last row are not written.
     padded = padded_rows(rows) if rows <= MAX_ROWS else rows
-    by_row = (depth // BLOCK, padded) if by_block else (padded,)
-    call = plgpu.kernel(
+    if activation == "block":
+        shape, body = (depth // BLOCK, BLOCK), _by_block(depth, eps)
+        scales_shape, scratch = (depth // BLOCK, padded), ()
+    else:
+        shape, body = row_parts.in_parts(x).shape[1:], _by_row(depth, eps)
+        scales_shape = (padded,)
+        scratch = (plgpu.SMEM((len(row_parts.KINDS), 1, row_parts.PARTS), jnp.float32),)
+    kernel = plgpu.kernel(
         body,
         out_type=(
             jax.ShapeDtypeStruct((rows, *shape), DTYPE),
-            jax.ShapeDtypeStruct(by_row, jnp.float32) if scale is None else None,
+            jax.ShapeDtypeStruct(scales_shape, jnp.float32) if scale is None else None,
         ),
         grid=(rows,),
         grid_names=("row",),
         kernel_name=f"quantise_{depth}" + ("" if gain is None else "_normed"),
-        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
+        scratch_types=scratch,
+        compiler_params=plgpu.CompilerParams(
+            lowering_semantics=plgpu.LoweringSemantics.Lane,
+            reduction_scratch_bytes=REDUCTION_BYTES if activation == "block" else 0,
+        ),
     )
     arrays = (
         x.reshape(rows, *shape),
         None if scale is None else scale[None],
         None if gain is None else gain.reshape(shape),
     )
-    codes, made = call(*arrays)
+    codes, made = kernel(*arrays)
     return codes.reshape(rows, depth), made if scale is None else scale
+
+
+def _wait_for_rows() -> None:
+    """Wait for the kernel before, and let the product's copies of weights start."""
+    if not interpreting():
+        plgpu.griddepcontrol_wait()
+        # A CTA here leaves the product's nearly all of an SM.
+        plgpu.griddepcontrol_launch_dependents()
+
+
+def _by_row(depth: int, eps: float) -> Callable[..., None]:
+    """Return the kernel of rows that have one scale each, or one for all rows."""
+    layout = row_parts.layout_of(depth)
+
+    def body(
+        x: Ref, scale: Ref | None, gain: Ref | None, codes: Ref, scales: Ref | None, shared: Ref
+    ) -> None:
+        row, halves = lax.axis_index("row"), range(row_parts.HALVES)
+        findings = row_parts.Findings(shared, halves, None)
+
+        def read(ref: Ref) -> list[jax.Array]:
+            return [load(ref.at[half], layout, optimized=False) for half in halves]
+
+        # No kernel writes the gain: it need not wait for the kernel before.
+        gains = None if gain is None else read(gain)
+        _wait_for_rows()
+        values = read(x.at[row])
+        if gains is None:
+            values = [half.astype(jnp.float32) for half in values]
+        else:
+            [factor] = findings.norm_factors([values], depth, eps)
+            values = [row_parts.normed(values[half], gains[half], factor) for half in halves]
+        if scale is not None:
+            divisor = scale[0]
+        else:
+            [largest] = findings.largest([values])
+            divisor = scale_of(largest)
+            if scales is not None:
+                scales[row] = divisor
+        for half in halves:
+            codes.at[row, half][...] = scaled(values[half], divisor).astype(DTYPE)
+
+    return body
+
+
+def _by_block(depth: int, eps: float) -> Callable[..., None]:
+    """Return the kernel of rows that have a scale for each BLOCK values."""
+    shape = depth // BLOCK, BLOCK
+    layout = plgpu.Layout.TILED(  # half a warp has a block
+        fa.Tiling(((BLOCKS, BLOCK), (BLOCKS // WARPS, BLOCK), (VALUES,))),
+        warp_dims=(-5,),
+        lane_dims=(-3, -2),
+        vector_dim=-1,
+    )
+
+    def body(x: Ref, _: Ref | None, gain: Ref | None, codes: Ref, scales: Ref) -> None:
+        row = lax.axis_index("row")
+        gains = None if gain is None else load(gain, layout, optimized=False)
+        _wait_for_rows()
+        values = load(x.at[row], layout, optimized=False)
+        if gains is None:
+            values = values.astype(jnp.float32)
+        else:
+            squares = jnp.sum(jnp.sum(jnp.square(values.astype(jnp.float32)), axis=1))
+            values = row_parts.normed(values, gains, lax.rsqrt(squares / depth + eps))
+        largest = jnp.max(jnp.abs(values), axis=1)
+        divisors = jnp.where(largest == 0.0, 1.0, _divide(largest, jnp.float32(LARGEST)))
+        scales.at[:, row][...] = divisors
+        divisor = plgpu.layout_cast(lax.broadcast_in_dim(divisors, shape, [0]), layout)
+        codes.at[row][...] = scaled(values, divisor).astype(DTYPE)
+
+    return body
 
 
 def scale_of(largest: jax.Array) -> jax.Array:
@@ -128,5 +166,5 @@ def scaled(values: jax.Array, scale: jax.Array) -> jax.Array:
 
 
 def _divide(x: jax.Array, divisor: jax.Array) -> jax.Array:
-    """Return x / divisor, correctly rounded: XLA, which interprets kernels, would invert it."""
+    """Return x / divisor. XLA, which interprets kernels, would multiply by the inverse."""
     return rounded_division(x, divisor) if interpreting() else x / divisor

@@ -55,12 +55,12 @@ def scratch_of(
         scaled=None if gain is None else plgpu.SMEM((padded, TILE_N), out_dtype),
         squares=None if gain is None else plgpu.SMEM((padded,), jnp.float32),
         largest=plgpu.SMEM((padded,), jnp.float32) if product.measures else None,
-        by_warp=None,
+        by_row=None,
         full=plgpu.Barrier(num_barriers=slots, num_arrivals=copies),
         x_ready=plgpu.Barrier(num_barriers=others + 1, num_arrivals=sizes.steps)
         if sizes.resident and not product.quantises
         else None,
-        measured=None,
+        seen=None,
         done=plgpu.Barrier(num_arrivals=others) if others else None,
         taken=plgpu.Barrier(num_barriers=others) if others else None,
         residual_ready=None if residual is None else plgpu.Barrier(),

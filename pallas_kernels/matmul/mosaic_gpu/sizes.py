@@ -54,12 +54,11 @@ class Scratch(NamedTuple, Generic[T]):
     scaled:   a tile of the result times the gain
     squares:  sums of a tile's squares
     largest:  largest magnitudes of a tile
-    by_warp:  of a product that quantises: the largest magnitudes of x that each warp has seen, and
-              last the rows' scales
+    by_row:   of a product that quantises: what each warp has seen of the rows, and their scales
 
     full:           for each slot of the rings: its copies have arrived
     x_ready:        for each warpgroup: its part of a resident x has arrived
-    measured:       by_warp is complete
+    seen:           all warps have looked at the rows
     done, taken:    partial sums are there; and may be overwritten
     residual_ready, gain_ready: the tile has arrived
     received:       of cluster_sum.scratch
@@ -76,10 +75,10 @@ class Scratch(NamedTuple, Generic[T]):
     scaled: T | None
     squares: T | None
     largest: T | None
-    by_warp: T | None
+    by_row: T | None
     full: Barrier
     x_ready: Barrier
-    measured: Barrier
+    seen: Barrier
     done: Barrier
     taken: Barrier
     residual_ready: Barrier

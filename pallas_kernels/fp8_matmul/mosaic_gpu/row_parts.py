@@ -1,0 +1,100 @@
+"""Whole rows as warps look at them: in two halves, of which each warp of a warpgroup has a part.
+
+The kernel that quantises rows and the products that do so themselves look at rows alike. So sums of
+squares have one order, and the norm of a row the same bits, whichever of them runs.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic.gpu import fragmented_array as fa
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.matmul.plan import WARPS
+from pallas_kernels.types import Barrier, Index, Ref
+
+HALVES = 2
+PARTS = HALVES * WARPS
+LANES = 32
+SQUARES, MAGNITUDES = KINDS = range(2)
+
+
+def divides(depth: int) -> bool:
+    """Return whether rows of this depth have parts that a warp reads."""
+    return depth % (PARTS * LANES * 2) == 0
+
+
+def in_parts(x: jax.Array) -> jax.Array:
+    """Return x [..., depth] as [..., HALVES, WARPS, depth / PARTS]."""
+    return x.reshape(*x.shape[:-1], HALVES, WARPS, -1)
+
+
+def layout_of(depth: int):
+    """Return the layout of a half [WARPS, depth / PARTS] of rows of this depth."""
+    vector = next(v for v in (8, 4, 2) if depth // PARTS % (LANES * v) == 0)
+    return plgpu.Layout.TILED(
+        fa.Tiling(((WARPS, LANES * vector), (vector,))),
+        warp_dims=(-3,),
+        lane_dims=(-2,),
+        vector_dim=-1,
+    )
+
+
+@dataclass(frozen=True)
+class Findings:
+    """What the warps of a CTA find in whole rows, and tell each other.
+
+    shared: float32 [KINDS or more, rows or more, PARTS], in shared memory
+    halves: those that this warpgroup looks at
+    seen:   completes when all warpgroups have looked; None if there is one, whose stores end with a
+            barrier of its own
+    """
+
+    shared: Ref
+    halves: Sequence[Index]
+    seen: Barrier | None
+
+    def norm_factors(
+        self, rows: Iterable[Iterable[jax.Array]], depth: int, eps: float
+    ) -> list[jax.Array]:
+        """Return what an RMS norm multiplies each row by. rows: this warpgroup's halves of each"""
+        by_part = self._share(SQUARES, rows, lambda half: jnp.sum(half * half, axis=1))
+        sums = [functools.reduce(jnp.add, parts) for parts in by_part]
+        # A sum after the division would be fused with it in one lowering, and not in the other.
+        return [lax.rsqrt((total + depth * eps) / depth) for total in sums]
+
+    def largest(self, rows: Iterable[Iterable[jax.Array]]) -> list[jax.Array]:
+        """Return the largest magnitude of each row. rows: this warpgroup's halves of each"""
+        by_part = self._share(MAGNITUDES, rows, lambda half: jnp.max(jnp.abs(half), axis=1))
+        return [functools.reduce(jnp.maximum, parts) for parts in by_part]
+
+    def _share(
+        self,
+        kind: int,
+        rows: Iterable[Iterable[jax.Array]],
+        look: Callable[[jax.Array], jax.Array],
+    ) -> list[list[jax.Array]]:
+        """Return what all warps find in each row, in the order of its parts."""
+        count = 0
+        for row, halves in enumerate(rows):
+            for half, values in zip(self.halves, halves, strict=True):
+                place = pl.ds(half * WARPS, WARPS)
+                self.shared.at[kind, row, place][...] = look(values.astype(jnp.float32))
+            count += 1
+        if self.seen is not None:
+            plgpu.barrier_arrive(self.seen)
+            plgpu.barrier_wait(self.seen)
+        return [[self.shared[kind, row, part] for part in range(PARTS)] for row in range(count)]
+
+
+def normed(values: jax.Array, gain: jax.Array, factor: jax.Array) -> jax.Array:
+    """Return the RMS norm of some values of a row as float32, rounded as its dtype has it."""
+    scaled = (values.astype(jnp.float32) * factor).astype(values.dtype)
+    return (scaled * gain).astype(jnp.float32)
