@@ -156,16 +156,13 @@ class EvaluationOptions:
         name = self.eval_prompts
         return [] if name is None else read_prompts(name, "--eval-prompts")
 
-    def read_kept_out(self) -> list[str]:
-        """Return the prompts of --keep-out."""
-        names = self.keep_out or ()
-        return [prompt for name in names for prompt in read_prompts(name, "--keep-out")]
-
-    @property
-    def kept_out_from(self) -> list[str]:
-        """What the record calls the files of all prompts that chats keep out."""
-        measured = [] if self.eval_prompts is None else [self.eval_prompts]
-        return [dataset_name(name) for name in (*measured, *(self.keep_out or ()))]
+    def kept_out(self, measured: list[str]) -> OverlapFilter:
+        """Return the filter of the prompts of --keep-out, and of `measured`, those of read()."""
+        prompts, names = list(measured), [] if self.name is None else [self.name]
+        for name in self.keep_out or ():
+            prompts += read_prompts(name, "--keep-out")
+            names.append(dataset_name(name))
+        return OverlapFilter(prompts, sources=names)
 
     @property
     def name(self) -> str | None:
@@ -288,9 +285,7 @@ def stage(name: str, summary: str) -> Callable[..., None]:
                 **run,
             ),
             head=evaluating.head or output / "head",
-            kept_out=OverlapFilter(
-                [*prompts, *evaluating.read_kept_out()], sources=evaluating.kept_out_from
-            ),
+            kept_out=evaluating.kept_out(prompts),
         )
 
     main.__doc__ = summary
