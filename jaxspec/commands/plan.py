@@ -21,7 +21,7 @@ from rich.table import Table
 from jaxspec import models
 from jaxspec.cache.arrays import own_cache_dtype
 from jaxspec.config import ConfigError, EngineConfig, SpeculativeConfig
-from jaxspec.config.quantization import form_while_loading, quantized, scale_dtype_of
+from jaxspec.config.quantization import quantized
 from jaxspec.drafts import (
     MODEL_FREE,
     DraftModelConfig,
@@ -33,7 +33,7 @@ from jaxspec.drafts import (
 from jaxspec.loading.checkpoint import open_checkpoint
 from jaxspec.loading.default_target import NAME, is_default_target
 from jaxspec.loading.model import has_experts, with_expert_storage
-from jaxspec.loading.pair import with_k
+from jaxspec.loading.pair import with_form, with_k
 from jaxspec.loading.resolve import as_path, own_drafts, read_config
 from jaxspec.tools.cli import command, option
 from jaxspec.tools.flags import Flag, Given, flags_of, given_of
@@ -92,8 +92,7 @@ def main(
             f"--max-model-len: expected at most the target's max_position_embeddings {limit}, "
             f"got {config.max_model_len}"
         )
-    form = form_while_loading(config.quantize, own)
-    target_cfg = quantized(target_cfg, form, scale_dtype_of(own))
+    target_cfg = quantized(target_cfg, config.quantize, own)
     kv_cache_dtype = own_cache_dtype(config.kv_cache_dtype, target_cfg)
     config = replace(config, kv_cache_dtype=kv_cache_dtype)
     if dequantised and getattr(target_cfg, "mxfp4", None) is None:
@@ -195,6 +194,7 @@ def read_draft(name: str, target: Any, speculative: SpeculativeConfig) -> Any:
     """Return a draft's config, by its tensors' shapes where its files are at hand."""
     folder = own_drafts().get(name) or as_path(name, "draft")
     config = config_of(name)
+    speculative = with_form(speculative, config)
     held: dict[str, tuple[int, ...]] = {}
     if folder.is_dir() and list(folder.glob("*.safetensors")):
         held = open_checkpoint(folder).shapes
@@ -211,9 +211,7 @@ def read_draft(name: str, target: Any, speculative: SpeculativeConfig) -> Any:
     cfg = family.config_from_checkpoint(config, shapes, target, speculative)
     if family is draft_model:
         return cfg
-    key = "draft_quantize"
-    form = form_while_loading(speculative.draft_quantize, config, key=key)
-    return quantized(cfg, form, scale_dtype_of(config), key=key)
+    return quantized(cfg, speculative.draft_quantize, config, key="draft_quantize")
 
 
 def show_tables(plan: MemoryPlan, console: Console) -> None:

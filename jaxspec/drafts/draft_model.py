@@ -28,7 +28,7 @@ from jaxspec.config import (
     check_options,
     is_one_of,
 )
-from jaxspec.config.quantization import form_while_loading, quantized, scale_dtype_of
+from jaxspec.config.quantization import quantized
 from jaxspec.drafts.family import Shapes, same_name
 from jaxspec.drafts.head_layout import is_head
 from jaxspec.layers.context import Pass
@@ -113,9 +113,7 @@ def model_from_checkpoint(
             "from its files where none is named"
         )
     cfg = models.config_from_hf(config)
-    key = "draft_quantize"
-    form = form_while_loading(overrides.draft_quantize, config, key=key)
-    return quantized(cfg, form, scale_dtype_of(config), key=key)
+    return quantized(cfg, overrides.draft_quantize, config, key="draft_quantize")
 
 
 def config_from_checkpoint(

@@ -10,7 +10,7 @@ ever accepted: vLLM PR #45895.)
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -23,7 +23,6 @@ from jaxspec.config import (
     SpeculativeConfig,
     check_options,
 )
-from jaxspec.config.quantization import form_while_loading
 from jaxspec.drafts.family import (
     DraftOutput,
     ShapedLikeTarget,
@@ -188,20 +187,11 @@ logits = head_logits
 target_hidden = keep_hidden
 
 
-def check_mtp_options(overrides: SpeculativeConfig, config: Mapping[str, Any]) -> None:
-    """Raise ConfigError for options that a module ignores.
-
-    draft_quantize may name the method of the checkpoint, whose config.json is config.
-    """
-    form = form_while_loading(overrides.draft_quantize, config, key="draft_quantize")
-    check_options(replace(overrides, draft_quantize=form), "mtp")
-
-
 def config_from_checkpoint(
     config: Mapping[str, Any], shapes: Shapes, target: TargetConfig, overrides: SpeculativeConfig
 ) -> MtpConfig:
     """Read the config from the target's own config.json."""
-    check_mtp_options(overrides, config)
+    check_options(overrides, "mtp")
     if target.model_type not in LAYOUTS:
         raise ConfigError(
             f"method 'mtp': expected a target of model_type {', '.join(LAYOUTS)}, got "

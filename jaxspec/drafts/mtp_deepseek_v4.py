@@ -22,6 +22,7 @@ from jaxspec.config import (
     CompressedAttentionConfig,
     ConfigError,
     SpeculativeConfig,
+    check_options,
 )
 from jaxspec.drafts.family import (
     DraftOutput,
@@ -32,7 +33,6 @@ from jaxspec.drafts.family import (
     keep_features,
     same_name,
 )
-from jaxspec.drafts.mtp import check_mtp_options
 from jaxspec.layers.context import Pass
 from jaxspec.layers.embedding import embed
 from jaxspec.layers.hyper_connections import collapse, head_specs
@@ -150,7 +150,7 @@ def config_from_checkpoint(
     config: Mapping[str, Any], shapes: Shapes, target: TargetConfig, overrides: SpeculativeConfig
 ) -> DeepseekV4MtpConfig:
     """Read the config from the target's own config.json."""
-    check_mtp_options(overrides, config)
+    check_options(overrides, "mtp")
     if not isinstance(target, DeepseekV4Config):
         raise ConfigError(
             "method 'mtp': expected the target's own checkpoint (model_type "

@@ -16,10 +16,9 @@ from jaxspec.config import ConfigError, SpeculativeConfig, is_int, shown
 from jaxspec.config.quantization import (
     OwnMethod,
     Quantize,
-    form_while_loading,
     is_made_plain,
+    is_while_loading,
     quantized,
-    scale_dtype_of,
 )
 from jaxspec.config.reading import values_as_sentences
 from jaxspec.drafts import draft_model
@@ -53,8 +52,7 @@ def load_target(
     check_counts(checkpoint.config, len(checkpoint.tensors), str(folder))
     cfg: Any = models.config_from_hf(checkpoint.config)
     cfg = with_stored_scales(cfg, checkpoint.tensors)
-    form = form_while_loading(quantize, checkpoint.config)
-    cfg = quantized(cfg, form, scale_dtype_of(checkpoint.config))
+    cfg = quantized(cfg, quantize, checkpoint.config)
     if mxfp4 != "auto" and getattr(cfg, "mxfp4", None) is None:
         raise ConfigError(
             f"mxfp4 {mxfp4!r}: expected a target with MXFP4 weights, got none in {folder}"
@@ -69,7 +67,7 @@ def load_target(
     family = models.family(cfg)
     ignore = lambda name: family.ignored_tensor(cfg, name)  # noqa: E731
     specs = family.param_specs(cfg)
-    warn_of_plain_experts("quantize", form, specs)
+    warn_of_plain_experts("quantize", quantize, cfg, specs)
     return cfg, load_params(
         specs,
         table_tensors(checkpoint, cfg, specs),
@@ -97,9 +95,12 @@ def table_tensors(checkpoint: Checkpoint, cfg: Any, specs: Params) -> Mapping[st
     return stored_tensors(tensors, quantization, wanted)
 
 
-def warn_of_plain_experts(key: str, quantize: Quantize | None, specs: Params) -> None:
-    """Log a WARNING if the setting that quantises weights leaves some of them plain."""
-    if quantize is not None and has_plain_experts(specs):
+def warn_of_plain_experts(
+    key: str, quantize: Quantize | OwnMethod | None, cfg: Any, specs: Params
+) -> None:
+    """Log a WARNING if the setting that quantised a model's weights left some of them plain."""
+    held = getattr(cfg, "quantization", None)
+    if is_while_loading(held, quantize) and has_plain_experts(specs):
         log.warning(f"{key}={quantize!r} leaves experts plain, whose widths it does not take")
 
 
@@ -154,6 +155,8 @@ def load_draft(
 ) -> tuple[drafts.LayeredConfig, Params]:
     """Load the draft head or model in a folder, and bind it to a loaded target.
 
+    speculative: draft_quantize as with_form returns it
+
     ConfigError if speculative.method is not the head's; None reads it from the head.
     """
     checkpoint = open_checkpoint(folder)
@@ -187,9 +190,7 @@ def load_draft(
             f"got it with the {cfg.method} draft {folder}"
         )
     cfg = with_stored_scales(cfg, tensors)
-    key = "draft_quantize"
-    form = form_while_loading(speculative.draft_quantize, checkpoint.config, key=key)
-    cfg = quantized(cfg, form, scale_dtype_of(checkpoint.config), key=key)
+    cfg = quantized(cfg, speculative.draft_quantize, checkpoint.config, key="draft_quantize")
     ignore = lambda name: family.ignored_tensor(cfg, name)  # noqa: E731
     holder = getattr(cfg, "target", cfg)  # a module of multi-token prediction is the target's
     specs = family.param_specs(cfg)
@@ -224,8 +225,7 @@ def load_draft_model(
     whole_specs = models.family(whole).param_specs(whole)
     # Cut after it is read: codes of 4 bits come with the shape of the whole matrix.
     specs = jax.tree.map(cut, whole_specs, draft_model.param_specs(cfg), is_leaf=is_spec)
-    form = form_while_loading(speculative.draft_quantize, checkpoint.config, key="draft_quantize")
-    warn_of_plain_experts("draft_quantize", form, specs)
+    warn_of_plain_experts("draft_quantize", speculative.draft_quantize, whole, specs)
     params = load_params(
         specs,
         table_tensors(checkpoint, whole, whole_specs),

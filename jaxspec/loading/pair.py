@@ -9,6 +9,7 @@ from typing import Any
 
 from jaxspec import drafts
 from jaxspec.config import ConfigError, DraftConfig, SpeculativeConfig
+from jaxspec.config.quantization import form_while_loading
 from jaxspec.config.speculative import DEFAULT_K
 from jaxspec.drafts.head_layout import is_head, proposed_tokens, verifier
 from jaxspec.loading.checkpoint import read_json
@@ -55,6 +56,18 @@ def resolve_pair(target: str | None, speculative: SpeculativeConfig | None) -> P
     if not is_head(config):
         return Pair(folder, _head(speculative), speculative)
     return _pair_of_head(target, folder, config, speculative)
+
+
+def with_form(speculative: SpeculativeConfig, config: Mapping[str, Any]) -> SpeculativeConfig:
+    """Return the settings with the form that a draft's plain weights get while they load.
+
+    It is None where the checkpoint's own method is named, also with an MTP module, which has no
+    form of its own.
+
+    config: the config.json of the draft's checkpoint
+    """
+    form = form_while_loading(speculative.draft_quantize, config, key="draft_quantize")
+    return replace(speculative, draft_quantize=form)
 
 
 def with_k(

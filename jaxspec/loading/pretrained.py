@@ -27,13 +27,18 @@ from jaxspec.config import (
 )
 from jaxspec.config.draft_methods import OPTIONS
 from jaxspec.config.keys import ENGINE, own_keys
-from jaxspec.config.quantization import WHILE_LOADING, Quantization, is_while_loading
+from jaxspec.config.quantization import (
+    WHILE_LOADING,
+    Quantization,
+    form_while_loading,
+    is_while_loading,
+)
 from jaxspec.layers.params import Params
 from jaxspec.loading.cache import keep_compiled_programs
-from jaxspec.loading.checkpoint import open_checkpoint, read_json
+from jaxspec.loading.checkpoint import open_checkpoint, read_model_config
 from jaxspec.loading.generation_config import DefaultSampling, check_choice, default_sampling
 from jaxspec.loading.model import load_draft, load_target
-from jaxspec.loading.pair import resolve_pair, with_k
+from jaxspec.loading.pair import resolve_pair, with_form, with_k
 from jaxspec.loading.placement import choose_placement
 from jaxspec.loading.resolve import as_path, resolve
 from jaxspec.loading.same_vocabulary import check_same_vocabulary
@@ -155,9 +160,9 @@ def load_pretrained(
     if names.head is not None and is_draft_model(names.head, speculative):
         check_same_vocabulary(folder, names.head)
     placement = choose_placement(config, speculative)
-    loaded = load_target(folder, resolved, placement, mxfp4=mxfp4, quantize=config.quantize)
-    if not is_while_loading(getattr(loaded[0], "quantization", None), config.quantize):
-        config = replace(config, quantize=None)  # the checkpoint's own method
+    form = form_while_loading(config.quantize, read_model_config(folder))
+    config = replace(config, quantize=form)
+    loaded = load_target(folder, resolved, placement, mxfp4=mxfp4, quantize=form)
     if max_model_len is None:
         config = replace(
             config, max_model_len=min(DEFAULT_MODEL_LEN, loaded[0].max_position_embeddings)
@@ -169,13 +174,13 @@ def load_pretrained(
     elif speculative is not None:
         # An MTP module is in the target's own checkpoint.
         head = names.head or folder
+        head_config = read_model_config(head)
+        speculative = with_form(speculative, head_config)
         draft = load_draft(head, *loaded, speculative, resolved, placement)
-        if not is_while_loading(_quantization_of(draft[0]), speculative.draft_quantize):
-            speculative = replace(speculative, draft_quantize=None)  # the checkpoint's own method
         speculative = within_context(speculative, draft[0], config.max_model_len)
         if speculative.method is None:
             speculative = replace(speculative, method=drafts.method_name(draft[0]))
-        speculative = with_k(speculative, draft[0], read_json(head / "config.json"))
+        speculative = with_k(speculative, draft[0], head_config)
     words = tokenizer if isinstance(tokenizer, Tokenizer) else None
     if isinstance(tokenizer, str | PathLike):
         words = load_tokenizer(resolve(as_text("tokenizer", tokenizer), kind="tokenizer"))

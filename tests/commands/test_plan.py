@@ -241,6 +241,14 @@ def test_a_head_may_be_quantised_in_the_plan(tmp_path: Path) -> None:
     assert 0.5 * sizes[0] < sizes[1] < 0.6 * sizes[0]
 
 
+def test_a_targets_own_method_may_be_named_beside_its_module(tmp_path: Path) -> None:
+    coded = CONFIGS["GLM-4.7-Flash"] | {"quantization_config": quantized.DEEPSEEK_FP8}
+    (tmp_path / "config.json").write_text(json.dumps(coded))
+    given = SpeculativeConfig(method="mtp", draft_quantize="fp8")
+    draft = script.read_draft(str(tmp_path), models.config_from_hf(coded), given)
+    assert draft.method == "mtp"
+
+
 def test_the_script_needs_a_config_only_and_says_what_fits(runner: tuple, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(CONFIGS["GLM-4.7-Flash"]))
     cli, app = runner

@@ -11,6 +11,7 @@ awq                 AWQ's 4 bits
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from jaxspec.config.quantization import awq, compressed_tensors, fp8, gptq, modelopt
@@ -18,6 +19,7 @@ from jaxspec.config.quantization.forms import (
     BLOCK,
     GROUPS,
     WHILE_LOADING,
+    Config,
     Form,
     Fp8Form,
     Int4Form,
@@ -25,9 +27,9 @@ from jaxspec.config.quantization.forms import (
     Quantization,
     Quantize,
     is_while_loading,
-    quantized,
     scale_dtype_of,
     settled_quantize,
+    while_loading,
 )
 from jaxspec.config.reading import ConfigError, read_bool, read_object, shown
 
@@ -124,6 +126,28 @@ def form_while_loading(
             f"got {quantize!r}"
         )
     return quantize
+
+
+def quantized(
+    cfg: Config,
+    quantize: Quantize | OwnMethod | None,
+    config: Mapping[str, Any],
+    *,
+    key: str = "quantize",
+) -> Config:
+    """Return a model's config as that of weights which are quantised while they load.
+
+    The other arguments are those of form_while_loading. ConfigError as there, and for a family
+    without quantised weights.
+    """
+    form = form_while_loading(quantize, config, key=key)
+    if form is None:
+        return cfg
+    held: Any = cfg
+    if not hasattr(held, "quantization"):
+        name = getattr(held, "model_type", None) or held.method
+        raise ConfigError(f"{key}: expected None for {name!r}, got {form!r}")
+    return replace(held, quantization=while_loading(form, scale_dtype_of(config)))
 
 
 def _method(settings: Mapping[str, Any]) -> object:

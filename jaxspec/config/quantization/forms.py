@@ -151,29 +151,6 @@ def settled_quantize(key: str, value: object) -> Quantize | OwnMethod | None:
     return cast("Quantize | OwnMethod | None", named)
 
 
-def quantized(
-    cfg: Config, quantize: Quantize | None, scale_dtype: str, *, key: str = "quantize"
-) -> Config:
-    """Return a model's config as that of weights which are quantised while they load.
-
-    scale_dtype: of 4-bit weights; see scale_dtype_of
-    key:         the setting, for messages
-
-    ConfigError for a family without quantised weights, and for weights that are stored as codes.
-    """
-    if quantize is None:
-        return cfg
-    held: Any = cfg
-    if not hasattr(held, "quantization"):
-        name = getattr(held, "model_type", None) or held.method
-        raise ConfigError(f"{key}: expected None for {name!r}, got {quantize!r}")
-    if held.quantization is not None and not is_while_loading(held.quantization, quantize):
-        raise ConfigError(
-            f"{key}: expected None for a checkpoint that is quantised already, got {quantize!r}"
-        )
-    return replace(held, quantization=while_loading(quantize, scale_dtype))
-
-
 def exactly(name: str) -> str:
     """Return the pattern of one module."""
     return re.escape(name) + r"\Z"

@@ -203,7 +203,9 @@ PLAIN: dict[str, Dimensions] = {
 }
 # Targets with quantised weights, and plain drafts: "llama-3-8b-fp8" and so on.
 QUANTIZED: dict[str, Dimensions] = {
-    f"{name}-{form}": replace(PLAIN[name], target=quantized(PLAIN[name].target, form, "bfloat16"))
+    f"{name}-{form}": replace(
+        PLAIN[name], target=quantized(PLAIN[name].target, form, {"dtype": "bfloat16"})
+    )
     for name in ("llama-3-8b", "qwen3-8b", "qwen3-30b-a3b", "llama-3-70b")
     for form in WHILE_LOADING
 }
