@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any, cast
 
-from jaxspec.config import DraftConfig, is_one_of
+from jaxspec.config import ConfigError, DraftConfig, is_one_of
 from jaxspec.drafts import (
     dflash,
     draft_model,
@@ -29,7 +29,7 @@ from jaxspec.drafts.family import (
     Shapes,
     StepFamily,
 )
-from jaxspec.drafts.head_layout import check_method_of_head, head_method
+from jaxspec.drafts.head_layout import head_method
 from jaxspec.layers.quantized.files import weight_shapes
 
 STEPS: dict[str, StepFamily] = {
@@ -97,10 +97,22 @@ def family_of_checkpoint(
     if method == "mtp":
         return mtp_deepseek_v4 if model_type == mtp_deepseek_v4.MODEL_TYPE else mtp
     found = head_method(config, names)
-    check_method_of_head(method, found)
+    check_named_method(method, found, "this head is by its files")
     if found == "eagle" and is_one_of(model_type, eagle_llama4.MODEL_TYPES):
         return eagle_llama4
     return FAMILIES[found]
+
+
+def check_named_method(named: str | None, found: str, which: str) -> None:
+    """Raise ConfigError if the method that a caller names is not the draft's.
+
+    which: the draft, for the message
+    """
+    if named not in (None, found):
+        raise ConfigError(
+            f"method: expected {found!r}, which {which} (or none, to read it from the draft), "
+            f"got {named!r}"
+        )
 
 
 def canonical_shapes(family: DraftFamily, shapes: Shapes) -> dict[str, tuple[int, ...]]:

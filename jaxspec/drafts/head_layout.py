@@ -132,15 +132,6 @@ def architectures(config: Mapping[str, Any]) -> str:
     return str(config.get("architectures")).lower()
 
 
-def check_method_of_head(given: str | None, found: str) -> None:
-    """Raise ConfigError if the method that a caller names is not the head's."""
-    if given is not None and given != found:
-        raise ConfigError(
-            f"method: expected {found!r}, which this head is by its files (or none, to read it "
-            f"from the head), got {given!r}"
-        )
-
-
 def verifier(config: Mapping[str, Any]) -> str | None:
     """Return the target that a head names: a hub id or a path; None if it names none."""
     name = read_object(read_object(config, "speculators_config"), "verifier").get("name_or_path")

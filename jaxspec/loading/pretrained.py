@@ -226,11 +226,7 @@ def _check_given_draft(speculative: SpeculativeConfig, draft: Any) -> None:
     """
     method = drafts.method_name(draft)
     if method in drafts.METHODS:
-        if speculative.method not in (None, method):
-            raise ConfigError(
-                f"method: expected {method!r}, which the given draft is (or none), "
-                f"got {speculative.method!r}"
-            )
+        drafts.check_named_method(speculative.method, method, "the given draft is")
         check_options(speculative, method)
     defaults = {f.name: f.default for f in fields(speculative)}
     # The engine makes a fallback, by its own options.

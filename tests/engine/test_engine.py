@@ -344,7 +344,8 @@ SETTINGS: dict[str, Any] = {
     "prompt 1: stop_token_ids: expected token ids in 0..31, got 32": lambda: engine().generate(
         [[1], [2]], [GREEDY, SamplingParams(stop_token_ids=[V])]
     ),
-    "method: expected 'ngram', which the given draft is (or none), got 'eagle3'": lambda: LLM(
+    "method: expected 'ngram', which the given draft is (or none, to read it from the draft), "
+    "got 'eagle3'": lambda: LLM(
         (ToyTarget(V), {}), (NgramConfig(V, 3, 1), {}), SpeculativeConfig(method="eagle3")
     ),
     "draft_sliding_window: expected it only with method 'eagle'": lambda: LLM(
