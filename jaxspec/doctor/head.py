@@ -16,8 +16,7 @@ from jaxspec.drafts import Eagle3Config, EagleConfig
 from jaxspec.drafts.head_layout import is_speculators
 from jaxspec.layers.params import Params
 from jaxspec.loading.checkpoint import Checkpoint, open_checkpoint
-from jaxspec.loading.model import bind_draft, table_tensors
-from jaxspec.loading.quantized import with_stored_scales
+from jaxspec.loading.model import bind_draft, head_config, table_tensors
 from jaxspec.loading.weights import load_params
 
 AUX, NORMS, ROPE, WINDOW = "aux layer ids", "norm switch", "rope", "window"
@@ -134,7 +133,8 @@ class Head:
                 )
 
     def _other_norms(self, reading: Reading, cfg: Eagle3Config) -> Iterator[Alternative]:
-        tensors = {name for name, tensor in NORM_TENSORS.items() if self._has(tensor)}
+        held = self.checkpoint.tensors
+        tensors = {name for name, tensor in NORM_TENSORS.items() if tensor in held}
         for name in (*PLAIN_NORMS, *sorted(tensors)):
             value = not getattr(cfg, name)
             yield Alternative(
@@ -183,10 +183,6 @@ class Head:
         place = "transformer_layer_config of " * is_speculators(self.checkpoint.config)
         return f"{place}{self.folder}/config.json"
 
-    def _has(self, canonical: str) -> bool:
-        family = drafts.family(self.present.cfg)
-        return any(family.canonical_name(name) == canonical for name in self.checkpoint.tensors)
-
     def _is_valid(self, direction: str) -> bool:
         try:
             self.target_ids(direction)
@@ -202,16 +198,13 @@ def open_head(folder: Path, target: Target, speculative: SpeculativeConfig) -> H
     """
     checkpoint = open_checkpoint(folder)
     family = drafts.family_of_checkpoint(speculative.method, checkpoint.config, checkpoint.tensors)
-    tensors = {family.canonical_name(name): t for name, t in checkpoint.tensors.items()}
-    shapes = drafts.canonical_shapes(family, checkpoint.shapes)
-    cfg = family.config_from_checkpoint(checkpoint.config, shapes, target.cfg, speculative)
+    cfg, checkpoint = head_config(family, checkpoint, target.cfg, speculative)
     if not isinstance(cfg, Eagle3Config | EagleConfig):
         raise ConfigError(f"doctor: expected an EAGLE-1 or EAGLE-3 head, got {cfg.method!r}")
-    cfg = with_stored_scales(cfg, tensors)
     refused: list[tuple[str, str, str]] = []
     if isinstance(cfg, Eagle3Config):
         for name, tensor in NORM_TENSORS.items():
-            held = tensor in tensors
+            held = tensor in checkpoint.tensors
             if getattr(cfg, name) != held:
                 says = f"{name} {getattr(cfg, name)}, and {tensor} is {'' if held else 'not '}there"
                 refused.append((NORMS, says, f"set {name}={held} in the speculative config"))
@@ -219,7 +212,7 @@ def open_head(folder: Path, target: Target, speculative: SpeculativeConfig) -> H
     specs = family.param_specs(cfg)
     params = load_params(
         specs,
-        table_tensors(replace(checkpoint, tensors=tensors), cfg, specs),
+        table_tensors(checkpoint, cfg, specs),
         target.dtype,
         ignore=lambda name: family.ignored_tensor(cfg, name),
         source=f"head {folder}",

@@ -168,6 +168,36 @@ def load_draft(
         raise ConfigError(f"{folder}: {e}") from e
     if family is draft_model:
         return load_draft_model(checkpoint, target, speculative, dtype, placement)
+    cfg, checkpoint = head_config(family, checkpoint, target, speculative)
+    if speculative.draft_confidence_threshold is not None and not has_confidence(cfg):
+        raise ConfigError(
+            "draft_confidence_threshold: expected it only with a draft that has a confidence head, "
+            f"got it with the {cfg.method} draft {folder}"
+        )
+    cfg = quantized(cfg, speculative.draft_quantize, checkpoint.config, key="draft_quantize")
+    ignore = lambda name: family.ignored_tensor(cfg, name)  # noqa: E731
+    holder = getattr(cfg, "target", cfg)  # a module of multi-token prediction is the target's
+    specs = family.param_specs(cfg)
+    params = load_params(
+        specs,
+        table_tensors(checkpoint, holder, specs),
+        dtype,
+        placement.draft(cfg),
+        ignore=ignore,
+        source=f"{cfg.method} draft {folder}",
+    )
+    draft_to_target = _draft_to_target(cfg, checkpoint.tensors, str(folder))
+    return cfg, bind_draft(cfg, params, target_params, draft_to_target, placement)
+
+
+def head_config(
+    family: drafts.DraftFamily,
+    checkpoint: Checkpoint,
+    target: models.TargetConfig,
+    speculative: SpeculativeConfig,
+) -> tuple[Any, Checkpoint]:
+    """Return a head's config, and its checkpoint with the names of the family's table."""
+    folder = checkpoint.path
     tensors: dict[str, LazyTensor] = {}
     for name, tensor in checkpoint.tensors.items():
         canonical = family.canonical_name(name)
@@ -184,26 +214,7 @@ def load_draft(
             raise ConfigError(
                 f"{folder}/config.json: expected the key {e} of a draft, got none"
             ) from e
-    if speculative.draft_confidence_threshold is not None and not has_confidence(cfg):
-        raise ConfigError(
-            "draft_confidence_threshold: expected it only with a draft that has a confidence head, "
-            f"got it with the {cfg.method} draft {folder}"
-        )
-    cfg = with_stored_scales(cfg, tensors)
-    cfg = quantized(cfg, speculative.draft_quantize, checkpoint.config, key="draft_quantize")
-    ignore = lambda name: family.ignored_tensor(cfg, name)  # noqa: E731
-    holder = getattr(cfg, "target", cfg)  # a module of multi-token prediction is the target's
-    specs = family.param_specs(cfg)
-    params = load_params(
-        specs,
-        table_tensors(replace(checkpoint, tensors=tensors), holder, specs),
-        dtype,
-        placement.draft(cfg),
-        ignore=ignore,
-        source=f"{cfg.method} draft {folder}",
-    )
-    draft_to_target = _draft_to_target(cfg, tensors, str(folder))
-    return cfg, bind_draft(cfg, params, target_params, draft_to_target, placement)
+    return with_stored_scales(cfg, tensors), replace(checkpoint, tensors=tensors)
 
 
 def load_draft_model(
