@@ -206,7 +206,10 @@ class LLM:
         self.cache_dtype = resolve_cache_dtype(self.config.kv_cache_dtype, self.dtype)
         check_cache_dtype(self.target_config.attention, self.cache_dtype)
         self.draft_cache_dtype = resolve_draft_cache_dtype(
-            speculative, self.config.kv_cache_dtype, self.dtype
+            speculative and speculative.draft_kv_cache_dtype,
+            self.draft_config,
+            self.config.kv_cache_dtype,
+            self.dtype,
         )
         if self.draft_config is not None:
             attention = self.draft_config.attention

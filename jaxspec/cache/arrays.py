@@ -19,12 +19,13 @@ from jaxspec.config import (
     AttentionKind,
     CompressedAttentionConfig,
     ConfigError,
+    DraftConfig,
     KVCacheDtype,
     MLAConfig,
-    SpeculativeConfig,
     TargetConfig,
     TokenHistoryConfig,
 )
+from jaxspec.config.quantization import quantization_of
 from pallas_kernels.dtypes import narrowed
 
 # The cache slot of a masked row. It is out of range of any cache, so a scatter with mode="drop"
@@ -51,13 +52,13 @@ class ArraySpec:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-def own_cache_dtype(kv_cache_dtype: KVCacheDtype, target: TargetConfig) -> KVCacheDtype:
-    """Return the setting of a target's caches; "auto" becomes fp8 as its checkpoint says.
+def own_cache_dtype(kv_cache_dtype: KVCacheDtype, cfg: TargetConfig | DraftConfig) -> KVCacheDtype:
+    """Return the setting of a model's caches; "auto" becomes fp8 as its checkpoint says.
 
     A checkpoint says so by the settings that vLLM reads.
     """
-    quantization = getattr(target, "quantization", None)
-    latent = isinstance(target.attention, MLAConfig | CompressedAttentionConfig)
+    quantization = quantization_of(cfg)
+    latent = isinstance(cfg.attention, MLAConfig | CompressedAttentionConfig)
     if kv_cache_dtype == "auto" and quantization and quantization.has_fp8_caches and not latent:
         return "fp8"
     return kv_cache_dtype
@@ -71,11 +72,25 @@ def resolve_cache_dtype(kv_cache_dtype: KVCacheDtype, dtype: DTypeLike) -> jnp.d
 
 
 def resolve_draft_cache_dtype(
-    speculative: SpeculativeConfig | None, kv_cache_dtype: KVCacheDtype, dtype: DTypeLike
+    draft_kv_cache_dtype: KVCacheDtype | None,
+    draft: DraftConfig | None,
+    kv_cache_dtype: KVCacheDtype,
+    dtype: DTypeLike,
 ) -> jnp.dtype:
-    """Return the dtype of the draft's keys and values; the other arguments are the target's."""
-    own = speculative.draft_kv_cache_dtype if speculative is not None else None
-    return resolve_cache_dtype(kv_cache_dtype if own is None else own, dtype)
+    """Return the dtype of the draft's keys and values.
+
+    An "auto" that the target's checkpoint leaves to the weights is read from the draft's, as in
+    vLLM.
+
+    draft_kv_cache_dtype: None for the target's setting
+    draft:                None for plain decoding
+    kv_cache_dtype:       the target's setting, as own_cache_dtype returns it
+    dtype:                of the weights
+    """
+    chosen = kv_cache_dtype if draft_kv_cache_dtype is None else draft_kv_cache_dtype
+    if draft is not None:
+        chosen = own_cache_dtype(chosen, draft)
+    return resolve_cache_dtype(chosen, dtype)
 
 
 # The leaves of a cache: its arrays, or their ArraySpecs.

@@ -82,7 +82,7 @@ class SpeculativeConfig:
         that is looked up.
     draft_quantize: quantises the draft's plain weights while they load, as EngineConfig's quantize.
     draft_kv_cache_dtype: of the draft's keys and values, as EngineConfig's kv_cache_dtype, which
-        None takes.
+        None takes. What is "auto" then is fp8 if the draft's own checkpoint says so.
     suffix_decoding_max_tree_depth: with "suffix", tokens of a match and its drafts, at most.
     suffix_decoding_max_spec_factor: with "suffix", drafts for each token of the match, at most.
     suffix_decoding_min_token_prob: with "suffix", the chance below which drafts end.

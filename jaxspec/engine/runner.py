@@ -87,7 +87,12 @@ class ModelRunner:
             config, on_gpu=self.on_gpu, weight_bytes=self.weight_bytes
         )
         cache_dtype = resolve_cache_dtype(config.kv_cache_dtype, dtype)
-        of_draft = resolve_draft_cache_dtype(speculative, config.kv_cache_dtype, dtype)
+        of_draft = resolve_draft_cache_dtype(
+            speculative and speculative.draft_kv_cache_dtype,
+            draft_config,
+            config.kv_cache_dtype,
+            dtype,
+        )
         self.configs = RoundConfigs(
             target_config,
             draft_config,

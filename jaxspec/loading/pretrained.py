@@ -29,9 +29,9 @@ from jaxspec.config.draft_methods import OPTIONS
 from jaxspec.config.keys import ENGINE, own_keys
 from jaxspec.config.quantization import (
     WHILE_LOADING,
-    Quantization,
     form_while_loading,
     is_while_loading,
+    quantization_of,
 )
 from jaxspec.layers.params import Params
 from jaxspec.loading.cache import keep_compiled_programs
@@ -238,7 +238,7 @@ def _check_given_draft(speculative: SpeculativeConfig, draft: Any) -> None:
     }
     for name in ("eagle_aux_hidden_state_layer_ids", "draft_confidence_threshold"):
         held[name] = held[name] or None  # () and 0.0, by which a config says none
-    quantization = _quantization_of(draft)
+    quantization = quantization_of(draft)
     made = (form for form in WHILE_LOADING if is_while_loading(quantization, form))
     held["draft_quantize"] = next(made, None)
     for name, own in held.items():
@@ -248,11 +248,6 @@ def _check_given_draft(speculative: SpeculativeConfig, draft: Any) -> None:
         has_own = own is not None and own != default
         other = f"or the draft's own {own!r}" if has_own else "for a draft that is loaded already"
         raise ConfigError(f"{name}: expected {default!r} (unset) {other}, got {value!r}")
-
-
-def _quantization_of(draft: Any) -> Quantization | None:
-    """Return the quantisation of the model whose codes a draft has."""
-    return getattr(getattr(draft, "model", getattr(draft, "target", draft)), "quantization", None)
 
 
 def given_parts(

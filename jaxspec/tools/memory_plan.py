@@ -13,7 +13,7 @@ from jax.sharding import AbstractMesh
 from jax.typing import DTypeLike
 
 from jaxspec import drafts, models
-from jaxspec.cache.arrays import resolve_cache_dtype
+from jaxspec.cache.arrays import resolve_cache_dtype, resolve_draft_cache_dtype
 from jaxspec.cache.pool_sizes import demand, layer_block_bytes
 from jaxspec.config import (
     CacheGroup,
@@ -139,7 +139,8 @@ def memory_plan(
     config: lengths, batch and block size, the caches' dtype, and the share of `memory` (in bytes)
         that may be used.
     dtype: of the weights.
-    draft_kv_cache_dtype: of the draft's caches; None for that of the target's.
+    draft_kv_cache_dtype: of the draft's caches; None for that of the target's, as SpeculativeConfig
+        has it.
     """
     size, placement = config.tensor_parallel_size, planned_placement(config)
     layout = placement.target(target)
@@ -171,7 +172,9 @@ def memory_plan(
             "draft",
             layout.on_device(draft),
             draft.cache_groups(*lengths),
-            cache_dtype=resolve_cache_dtype(draft_kv_cache_dtype or kv_cache_dtype, dtype),
+            cache_dtype=resolve_draft_cache_dtype(
+                draft_kv_cache_dtype, draft, kv_cache_dtype, dtype
+            ),
         )
     if draft is not None and draft.method in drafts.FAMILIES:
         cfg = layered(draft)

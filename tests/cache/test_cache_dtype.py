@@ -13,11 +13,14 @@ import numpy as np
 import pytest
 
 from jaxspec import LLM, EngineConfig, SamplingParams, SpeculativeConfig, drafts, models
-from jaxspec.cache.arrays import cache_specs
+from jaxspec.cache.arrays import cache_specs, own_cache_dtype
 from jaxspec.cache.pool_sizes import block_bytes
 from jaxspec.config import REFERENCE_OPS, ConfigError, RoundConfig
+from jaxspec.config.quantization import Quantization
 from jaxspec.decode import prefill, round
 from jaxspec.decode.state import DecodeState, init_state
+from jaxspec.drafts import MtpConfig
+from jaxspec.drafts.draft_model import drafts_for
 from jaxspec.drafts.drafter import PromptChunk
 from jaxspec.layers.params import Params, init_random
 from jaxspec.loading.model import bind_draft
@@ -163,6 +166,19 @@ def test_speculation_over_fp8_caches_gives_the_text_of_plain_decoding() -> None:
 
 
 FP8 = jnp.dtype("float8_e4m3fn")
+
+
+@pytest.mark.parametrize("method", ["mtp", "draft_model"])
+@pytest.mark.parametrize(("model_type", "own"), [("mimo", "fp8"), ("glm4_moe_lite", "auto")])
+def test_auto_is_what_the_checkpoint_of_a_drafts_weights_says(
+    method: str, model_type: str, own: str
+) -> None:
+    """Latents have no fp8 caches."""
+    target: Any = target_config(model_type)
+    target = replace(target, quantization=Quantization((), has_fp8_caches=True))
+    draft = MtpConfig(target, True) if method == "mtp" else drafts_for(target, target)
+    assert own_cache_dtype("auto", draft) == own_cache_dtype("auto", target) == own
+    assert own_cache_dtype("bfloat16", draft) == "bfloat16"
 
 
 @cache

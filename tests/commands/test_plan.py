@@ -241,6 +241,29 @@ def test_a_head_may_be_quantised_in_the_plan(tmp_path: Path) -> None:
     assert 0.5 * sizes[0] < sizes[1] < 0.6 * sizes[0]
 
 
+def test_the_plan_reads_the_dtype_of_a_drafts_caches_from_its_checkpoint(tmp_path: Path) -> None:
+    target = models.config_from_hf(quantized.NARROW)
+    head = quantized.eagle_head(tmp_path, "fp8")
+
+    def draft_bytes(**changes: Any) -> int:
+        draft = script.read_draft(str(head), target, SpeculativeConfig(str(head), "eagle"))
+        config = EngineConfig(max_model_len=256)
+        plan = memory_plan(
+            target,
+            draft,
+            config,
+            memory=1e9,
+            dtype="bfloat16",
+            num_speculative_tokens=3,
+            **changes,
+        )
+        return plan.groups[-1].token_bytes
+
+    plain = draft_bytes()
+    quantized.with_kv_scales(head, "tensor", [1.0])
+    assert (draft_bytes(), draft_bytes(draft_kv_cache_dtype="bfloat16")) == (plain / 2, plain)
+
+
 def test_a_targets_own_method_may_be_named_beside_its_module(tmp_path: Path) -> None:
     coded = CONFIGS["GLM-4.7-Flash"] | {"quantization_config": quantized.DEEPSEEK_FP8}
     (tmp_path / "config.json").write_text(json.dumps(coded))

@@ -326,6 +326,39 @@ def test_keys_and_values_alone_may_have_scales(folders: dict[str, Path], tmp_pat
     assert texts["one", "auto"] == texts["plain", "fp8"] != texts["small", "fp8"]
 
 
+@pytest.mark.parametrize("method", ["eagle", "draft_model"])
+def test_a_drafts_checkpoint_says_what_auto_is_beside_a_target_that_does_not(
+    method: str, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    """A setting of the target's caches holds for the draft's too, unless they have their own."""
+    if method == "eagle":
+        draft = quantized.with_kv_scales(quantized.eagle_head(tmp_path, "fp8"), "tensor", [0.5])
+    else:
+        draft = kv_only(folders["plain"], tmp_path / "draft", 0.5)
+    target, wide, fp8 = str(folders["plain"]), jnp.dtype("float32"), jnp.dtype("float8_e4m3fn")
+    drafts = {"model": str(draft), "method": method, "num_speculative_tokens": 2}
+    cases: tuple[tuple[str, str | None, Any, Any], ...] = (
+        ("auto", None, wide, fp8),
+        ("auto", "auto", wide, fp8),
+        ("auto", "float32", wide, wide),
+        ("float32", None, wide, wide),
+        ("float32", "auto", wide, fp8),
+        ("fp8", "float32", fp8, wide),
+    )
+    for dtype, own, of_target, of_draft in cases:
+        speculative = drafts | {"draft_kv_cache_dtype": own}
+        llm = LLM(target, speculative_config=speculative, kv_cache_dtype=dtype, **SETTINGS)
+        assert (llm.cache_dtype, llm.draft_cache_dtype) == (of_target, of_draft), (dtype, own)
+        state = llm.runner.resident.state
+        held = [
+            {array.dtype for array in jax.tree.leaves(caches)}
+            for caches in (state.target_caches, state.draft.caches)
+        ]
+        assert held == [{of_target}, {of_draft}], (dtype, own)
+    llm = LLM(target, speculative_config=drafts, **SETTINGS)
+    assert generate(llm) == generate(LLM(target, **SETTINGS))
+
+
 def test_auto_leaves_static_scales_of_autofp8_to_a_caller(
     folders: dict[str, Path], tmp_path: Path
 ) -> None:

@@ -102,6 +102,14 @@ class Quantization:
         return tuple(dict.fromkeys(form for _, form in self.rules if form is not None))
 
 
+def quantization_of(cfg: Any) -> Quantization | None:
+    """Return the quantisation of a target, or of the model whose weights a draft has.
+
+    An independent model's config holds that model, one of multi-token prediction the target.
+    """
+    return getattr(getattr(cfg, "model", getattr(cfg, "target", cfg)), "quantization", None)
+
+
 Quantize = Literal["fp8", "fp8-block", "int4"]
 # The quant_method of a checkpoint; its "fp8" is a name of both.
 OwnMethod = Literal["awq", "compressed-tensors", "gptq", "modelopt", "mxfp4"]
