@@ -81,7 +81,7 @@ for written in "$out"/chats*/chats.npz; do chats+=(--chats "$written"); done # t
 [ ${#chats[@]} -gt 0 ] || { say "no chats were written" >&2 && exit 1; }
 
 declare -A shape=(
-  [dspark]="--draft-vocab-size 49152 --num-layers 5 --intermediate-size 1152 --markov-rank 64 --aux-layers 2,8,15,21,27 --window 320
+  [dspark]="--draft-vocab-size 49152 --num-layers 5 --intermediate-size 1536 --markov-rank 64 --aux-layers 2,8,15,21,27 --window 320
     --block-drafts 7 --mask-token-id 0 --tokens-per-block 8 --confidence-weight 0.2 --tokens-per-batch 65536 --num-speculative-tokens 7"
   [eagle3]="--intermediate-size 2048 --window 512 --ttt-steps 4 --decay 0.75 --tokens-per-batch 32768"
   [eagle]="--window 512 --ttt-steps 3 --decay 0.8 --feature-weight 0.2 --tokens-per-batch 16384"
