@@ -33,7 +33,7 @@ from jaxspec.drafts import (
 from jaxspec.loading.checkpoint import open_checkpoint
 from jaxspec.loading.default_target import NAME, is_default_target
 from jaxspec.loading.model import has_experts, with_expert_storage
-from jaxspec.loading.pair import with_form, with_k
+from jaxspec.loading.pair import with_draft_quantize, with_k
 from jaxspec.loading.resolve import as_path, own_drafts, read_config
 from jaxspec.tools.cli import command, option
 from jaxspec.tools.flags import Flag, Given, flags_of, given_of
@@ -194,7 +194,7 @@ def read_draft(name: str, target: Any, speculative: SpeculativeConfig) -> Any:
     """Return a draft's config, by its tensors' shapes where its files are at hand."""
     folder = own_drafts().get(name) or as_path(name, "draft")
     config = config_of(name)
-    speculative = with_form(speculative, config)
+    speculative = with_draft_quantize(speculative, config)
     held: dict[str, tuple[int, ...]] = {}
     if folder.is_dir() and list(folder.glob("*.safetensors")):
         held = open_checkpoint(folder).shapes

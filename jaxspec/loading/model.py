@@ -18,6 +18,7 @@ from jaxspec.config.quantization import (
     Quantize,
     is_made_plain,
     is_while_loading,
+    quantization_of,
     quantized,
 )
 from jaxspec.config.reading import values_as_sentences
@@ -84,7 +85,7 @@ def table_tensors(checkpoint: Checkpoint, cfg: Any, specs: Params) -> Mapping[st
     A config that knows no quantisation has matrices in float8 dequantised as they are read. So does
     a checkpoint that says so, whose weights may then be quantised in another form.
     """
-    quantization = getattr(cfg, "quantization", None)
+    quantization = quantization_of(cfg)
     tensors: Mapping[str, LazyTensor] = checkpoint.tensors
     if quantization is None or is_made_plain(checkpoint.config):
         tensors = with_scales(tensors, checkpoint.config, str(checkpoint.path))
@@ -99,8 +100,7 @@ def warn_of_plain_experts(
     key: str, quantize: Quantize | OwnMethod | None, cfg: Any, specs: Params
 ) -> None:
     """Log a WARNING if the setting that quantised a model's weights left some of them plain."""
-    held = getattr(cfg, "quantization", None)
-    if is_while_loading(held, quantize) and has_plain_experts(specs):
+    if is_while_loading(quantization_of(cfg), quantize) and has_plain_experts(specs):
         log.warning(f"{key}={quantize!r} leaves experts plain, whose widths it does not take")
 
 
@@ -155,7 +155,8 @@ def load_draft(
 ) -> tuple[drafts.LayeredConfig, Params]:
     """Load the draft head or model in a folder, and bind it to a loaded target.
 
-    speculative: draft_quantize as with_form returns it
+    speculative: draft_quantize settled by with_draft_quantize, since an MTP module accepts none of
+        its own
 
     ConfigError if speculative.method is not the head's; None reads it from the head.
     """
@@ -176,11 +177,10 @@ def load_draft(
         )
     cfg = quantized(cfg, speculative.draft_quantize, checkpoint.config, key="draft_quantize")
     ignore = lambda name: family.ignored_tensor(cfg, name)  # noqa: E731
-    holder = getattr(cfg, "target", cfg)  # a module of multi-token prediction is the target's
     specs = family.param_specs(cfg)
     params = load_params(
         specs,
-        table_tensors(checkpoint, holder, specs),
+        table_tensors(checkpoint, cfg, specs),
         dtype,
         placement.draft(cfg),
         ignore=ignore,

@@ -1,4 +1,7 @@
-"""Names of a target and of a head -> their folders. A head may name its own target (verifier)."""
+"""Names of a target and of a head -> their folders, and the settings that a head's config decides.
+
+A head may name its own target (verifier).
+"""
 
 from __future__ import annotations
 
@@ -58,7 +61,9 @@ def resolve_pair(target: str | None, speculative: SpeculativeConfig | None) -> P
     return _pair_of_head(target, folder, config, speculative)
 
 
-def with_form(speculative: SpeculativeConfig, config: Mapping[str, Any]) -> SpeculativeConfig:
+def with_draft_quantize(
+    speculative: SpeculativeConfig, config: Mapping[str, Any]
+) -> SpeculativeConfig:
     """Return the settings with the form that a draft's plain weights get while they load.
 
     It is None where the checkpoint's own method is named, also with an MTP module, which has no

@@ -38,7 +38,7 @@ from jaxspec.loading.cache import keep_compiled_programs
 from jaxspec.loading.checkpoint import open_checkpoint, read_model_config
 from jaxspec.loading.generation_config import DefaultSampling, check_choice, default_sampling
 from jaxspec.loading.model import load_draft, load_target
-from jaxspec.loading.pair import resolve_pair, with_form, with_k
+from jaxspec.loading.pair import resolve_pair, with_draft_quantize, with_k
 from jaxspec.loading.placement import choose_placement
 from jaxspec.loading.resolve import as_path, resolve
 from jaxspec.loading.same_vocabulary import check_same_vocabulary
@@ -160,6 +160,11 @@ def load_pretrained(
     if names.head is not None and is_draft_model(names.head, speculative):
         check_same_vocabulary(folder, names.head)
     placement = choose_placement(config, speculative)
+    # An MTP module is in the target's own checkpoint.
+    head, head_config = names.head or folder, {}
+    if speculative is not None and speculative.method not in drafts.MODEL_FREE:
+        head_config = read_model_config(head)
+        speculative = with_draft_quantize(speculative, head_config)
     form = form_while_loading(config.quantize, read_model_config(folder))
     config = replace(config, quantize=form)
     loaded = load_target(folder, resolved, placement, mxfp4=mxfp4, quantize=form)
@@ -172,10 +177,6 @@ def load_pretrained(
         draft = drafts.MODEL_FREE[speculative.method].config(loaded[0], speculative), {}
         speculative = with_k(speculative, draft[0], {})
     elif speculative is not None:
-        # An MTP module is in the target's own checkpoint.
-        head = names.head or folder
-        head_config = read_model_config(head)
-        speculative = with_form(speculative, head_config)
         draft = load_draft(head, *loaded, speculative, resolved, placement)
         speculative = within_context(speculative, draft[0], config.max_model_len)
         if speculative.method is None:

@@ -19,7 +19,7 @@ from jaxspec.config.draft_methods import OPTIONS
 from jaxspec.config.speculative import DEFAULT_K
 from jaxspec.drafts import FAMILIES, METHODS, MODEL_FREE, method_name
 from jaxspec.drafts.ngram import NgramConfig
-from jaxspec.loading.pair import with_form, with_k
+from jaxspec.loading.pair import with_draft_quantize, with_k
 
 OTHER_VALUES: dict[str, Any] = {
     "draft_quantize": "fp8",
@@ -94,7 +94,7 @@ def test_an_mtp_module_follows_quantize() -> None:
         "got it with 'mtp'; set quantize, which its module follows"
     )
     coded = plain | {"quantization_config": {"quant_method": "fp8"}}
-    settled = with_form(given, coded)
+    settled = with_draft_quantize(given, coded)
     assert FAMILIES["mtp"].config_from_checkpoint(coded, tensors, target, settled).method == "mtp"
 
 

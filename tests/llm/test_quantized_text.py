@@ -17,8 +17,10 @@ from safetensors.numpy import save_file
 from jaxspec import LLM, EngineConfig, SamplingParams, SpeculativeConfig
 from jaxspec.config import ConfigError
 from jaxspec.layers.quantized import files
+from jaxspec.loading import model as loading_model
 from jaxspec.loading.conversion import convert_checkpoint
 from jaxspec.loading.model import load_draft, load_target
+from jaxspec.loading.weights import load_params
 from pallas_kernels.fp8_matmul import Fp8Weight, reference
 from pallas_kernels.fp8_matmul.rows import Rows
 from pallas_kernels.fp8_matmul.rows import quantise as quantise_rows
@@ -267,6 +269,26 @@ def test_a_wrong_quantize_is_one_sentence(folders: dict[str, Path], tmp_path: Pa
     loaded = load_target(folders["plain"], jnp.float32)
     with pytest.raises(ConfigError, match="quantize: expected None for weights that are loaded"):
         LLM(loaded, config=EngineConfig(quantize="fp8", max_model_len=64))
+
+
+def test_a_drafts_wrong_form_is_refused_before_weights_are_read(
+    folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[str] = []
+
+    def counted(*args: Any, source: str, **options: Any) -> Any:
+        read.append(source)
+        return load_params(*args, source=source, **options)
+
+    monkeypatch.setattr(loading_model, "load_params", counted)
+    head = quantized.eagle_head(tmp_path, "fp8")
+    for value in ("gptq", "int4"):
+        drafts = {"method": "eagle", "model": str(head), "draft_quantize": value}
+        with pytest.raises(ConfigError, match=f"^draft_quantize: expected None or .*got '{value}'"):
+            LLM(str(folders["plain"]), speculative_config=drafts, **SETTINGS)
+    assert read == []
+    LLM(str(folders["plain"]), speculative_config=drafts | {"draft_quantize": None}, **SETTINGS)
+    assert len(read) == 2  # the target's and the head's
 
 
 def test_fp8_caches_have_the_checkpoints_scales(folders: dict[str, Path], tmp_path: Path) -> None:

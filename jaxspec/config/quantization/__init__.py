@@ -1,5 +1,7 @@
 """Quantised checkpoints: the quantization_config of each published format, read and checked.
 
+The forms that plain weights get while they load are here too.
+
 forms               Fp8Form, Int4Form: the numbers of a linear module; Quantization: which has which
 compressed_tensors  llm-compressor's float-quantized and pack-quantized
 fp8                 DeepSeek's and Qwen's blocks, and one static scale a tensor
@@ -106,7 +108,7 @@ def is_made_plain(config: Mapping[str, Any]) -> bool:
 def form_while_loading(
     quantize: Quantize | OwnMethod | None, config: Mapping[str, Any], *, key: str = "quantize"
 ) -> Quantize | None:
-    """Return the form that a checkpoint's plain weights get while they load.
+    """Return the name of the form, a key of WHILE_LOADING, that plain weights get while they load.
 
     quantize: a form, or the checkpoint's own method, which needs none (None)
     config:   its config.json

@@ -105,7 +105,9 @@ class Quantization:
 def quantization_of(cfg: Any) -> Quantization | None:
     """Return the quantisation of a target, or of the model whose weights a draft has.
 
-    An independent model's config holds that model, one of multi-token prediction the target.
+    A draft_model's config holds that model, and a module of multi-token prediction holds the
+    target, whose checkpoint its weights are in. An EAGLE head of Llama 4 holds a target too: a
+    model of one layer, without quantisation.
     """
     return getattr(getattr(cfg, "model", getattr(cfg, "target", cfg)), "quantization", None)
 
