@@ -122,15 +122,18 @@ def open_checkpoint(folder: str | Path) -> Checkpoint:
     return Checkpoint(folder, config, tensors)
 
 
-def read_model_config(folder: Path) -> dict[str, Any]:
+def read_model_config(path: Path) -> dict[str, Any]:
     """Return a folder's config.json, with the quantisation that ModelOpt writes beside it.
 
     Until 2024 compressed-tensors wrote quantization_config as compression_config.
+
+    path: the folder, or the file itself, whatever its name
     """
-    config = read_json(folder / "config.json")
+    file = path if path.is_file() else path / "config.json"
+    config = read_json(file)
     if config.get("compression_config") and not config.get("quantization_config"):
         config["quantization_config"] = config.pop("compression_config")
-    beside = folder / MODELOPT
+    beside = file.with_name(MODELOPT)
     if config.get("quantization_config") or not beside.is_file():
         return config
     quantization = read_json(beside).get("quantization")

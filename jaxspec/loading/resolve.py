@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import re
 import socket
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
@@ -12,7 +14,7 @@ from urllib.parse import urlsplit
 from jaxspec.config import ConfigError, printable, shown
 from jaxspec.loading.cache import cached_gguf
 from jaxspec.loading.card import CARD
-from jaxspec.loading.checkpoint import read_json, read_model_config
+from jaxspec.loading.checkpoint import MODELOPT, read_model_config
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 # The trained heads: a wheel has them inside the package, a checkout beside it.
@@ -97,7 +99,7 @@ def read_config(name: str) -> dict[str, Any]:
     if path.suffix == ".gguf" or (is_default_target(name) and not path.exists()):
         return {}
     if path.is_file():
-        return read_json(path)
+        return read_model_config(path)
     folder = own_drafts().get(name, path)
     if folder.is_dir():
         return read_model_config(folder)
@@ -106,15 +108,16 @@ def read_config(name: str) -> dict[str, Any]:
             f"{printable(name)}: expected a folder, a config.json or a hub id, got no such folder"
         )
     from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+    from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidationError
 
     repository, revision = split_revision(name)
     offline = not hub_is_reachable()
+    download = partial(hf_hub_download, repository, revision=revision, local_files_only=offline)
     try:
-        file = hf_hub_download(
-            repository, "config.json", revision=revision, local_files_only=offline
-        )
-        return read_json(Path(file))
+        file = Path(download("config.json"))
+        with suppress(EntryNotFoundError):
+            download(MODELOPT)  # to the same folder
+        return read_model_config(file)
     except (HfHubHTTPError, HFValidationError, OSError, RuntimeError) as e:
         raise ConfigError(
             f"{name}: expected a folder, a config.json or a hub id, got none that can be read "

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import importlib
+import json
 from types import SimpleNamespace
 
 import huggingface_hub
 import pytest
 from huggingface_hub.errors import (
+    EntryNotFoundError,
     GatedRepoError,
     HfHubHTTPError,
     LocalEntryNotFoundError,
@@ -184,6 +186,35 @@ def test_a_hub_id_may_name_its_revision(hub, name, repository, revision):
     resolve(name, kind="target")
     [(asked, options)] = hub
     assert (asked, options["revision"]) == (repository, revision)
+
+
+@pytest.mark.parametrize(
+    ("files", "method"),
+    [
+        ({"config.json": {}}, None),
+        ({"config.json": {"quantization_config": {"quant_method": "fp8"}}}, "fp8"),
+        ({"config.json": {"compression_config": {"quant_method": "other"}}}, "other"),
+        ({"config.json": {}, "hf_quant_config.json": {"quantization": {}}}, "modelopt"),
+    ],
+)
+def test_a_config_without_weights_has_the_quantisation_of_older_files(
+    files, method, tmp_path, monkeypatch
+):
+    """Of a folder, of its file, and of a hub id."""
+    for name, value in files.items():
+        (tmp_path / name).write_text(json.dumps(value))
+
+    def download(repo, name, **kwargs):
+        if name not in files:
+            raise EntryNotFoundError("not found")
+        return str(tmp_path / name)
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
+    monkeypatch.setattr(module, "hub_is_reachable", lambda: True)
+    for name in (tmp_path, tmp_path / "config.json", "someone/model"):
+        config = module.read_config(str(name))
+        assert config.get("quantization_config", {}).get("quant_method") == method, name
+        assert "compression_config" not in config
 
 
 def test_a_hub_that_does_not_answer_is_not_tried_again(monkeypatch, tmp_path):
