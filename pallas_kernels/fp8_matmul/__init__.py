@@ -58,13 +58,14 @@ def fp8_matmul(
 
     norm:    of x, before it is quantised. A kernel takes it where `takes_norm` says so
     largest: of measured_swiglu, which has made x: the product then need not look for the largest
-             magnitudes, which changes no bits
+             magnitudes, which changes no bits. Kernels alone take it, and not with a norm
 
     Raises ValueError for shapes that do not fit together and for inputs that the implementation
     does not support.
     """
+    if largest is not None and (norm is not None or implementation == "reference"):
+        raise ValueError("largest: expected None with a norm or the reference, got an array")
     if not _runs_kernel(inputs, implementation, norm):
-        assert largest is None
         return reference.fp8_matmul(inputs, norm)
     from pallas_kernels.fp8_matmul import mosaic_gpu
 

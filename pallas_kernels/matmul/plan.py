@@ -18,8 +18,9 @@ after a float32 result. The kernel after any other product would occupy whatever
 crowd into few GPCs. A product with a bias is float32 too, but XLA's sum after it is not launched
 early. Two kinds of o follow the rule though their kernel before differs, unmeasured: that of
 latent attention follows head_matmul, which does not launch it early; one with a bias has no
-residual sum here but follows attention. In fp8 all products take their weights first; o and down of
-more than eight rows, and others of more than one, follow a kernel that quantises these.
+residual sum here but follows attention. In fp8 all products take their weights first. A kernel
+quantises the rows before o and down of more than eight rows, and before the other products of more
+than one.
 """
 
 from __future__ import annotations

@@ -97,7 +97,7 @@ def test_int4_compiles_to_one_kernel_without_spills(name: str) -> None:
 @pytest.mark.parametrize("form", ["channel", "static"])
 @pytest.mark.parametrize("rows", [1, 2, 8])
 @pytest.mark.parametrize("name", ["qkv", "gate_up"])
-def test_one_row_under_a_norm_takes_no_kernel_of_its_own(name: str, rows: int, form: str) -> None:
+def test_only_one_row_is_normed_in_the_product(name: str, rows: int, form: str) -> None:
     shape = dataclasses.replace(FP8[f"llama-3-8b {name} {form} rows 64"], rows=rows)
     inputs = jax.eval_shape(lambda: make_fp8(shape, 0))
     gain = jax.ShapeDtypeStruct((4096,), jnp.bfloat16)

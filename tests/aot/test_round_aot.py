@@ -273,8 +273,8 @@ def test_launches_of_a_target_layer(model: str) -> None:
     ],
 )
 def test_launches_of_a_quantised_layer(model: str, batch: int, launches: int) -> None:
-    """With fp8, a norm quantises the rows of qkv and of gate and up, if there are several. o and
-    down quantise few rows themselves; of more, a kernel each does it."""
+    """With fp8, the norm's kernel quantises the rows of qkv and of gate and up; of one row, the
+    product does both. o and down quantise few rows themselves; of more, a kernel each does it."""
     shallow = Round(model, 3, sampled=False, batch=batch)
     more = compiled(replace(shallow, layers=shallow.layers + 2)).thunks.launches()
     more.subtract(compiled(shallow).thunks.launches())

@@ -494,7 +494,7 @@ def test_rows_that_a_product_quantises_saturate_and_keep_nan_to_themselves(measu
 @needs_mosaic
 @pytest.mark.parametrize("measured", [False, True])
 def test_a_scale_is_found_wherever_in_the_row_its_value_lies(measured: bool) -> None:
-    """A warp looks at an eighth of each row, or at a quarter of one that is measured."""
+    """A warp reduces an eighth of each row, or a quarter of one that is measured."""
     depth = 1024
     x = jax.random.normal(jax.random.key(0), (8, depth), jnp.float32)
     x = x.at[jnp.arange(8), 100 + 128 * jnp.arange(8)].set(-50.0 - jnp.arange(8.0))
@@ -529,6 +529,18 @@ def test_gate_and_up_measure_the_rows_that_down_quantises(
         got = fp8_matmul(down, largest=largest, implementation="mosaic_gpu")
         assert len(kernels) == 1
         np.testing.assert_array_equal(bits(got), bits(separate(down)))
+
+
+def test_largest_magnitudes_are_refused_by_the_reference_and_with_a_norm() -> None:
+    inputs = Inputs(
+        x=rows_of(0, 1, 1024, jnp.bfloat16), weights=(fp8_weight(0, 64, 1024, "channel"),)
+    )
+    largest, norm = jnp.ones((16, 8), jnp.float32), RowNorm(gain_of(1024), 1e-5)
+    for given, implementation in ((None, "reference"), (norm, "reference"), (norm, "mosaic_gpu")):
+        with pytest.raises(
+            ValueError, match="^largest: expected None with a norm or the reference"
+        ):
+            fp8_matmul(inputs, norm=given, largest=largest, implementation=implementation)
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,9 @@
 """Products with fp8 weights on Hopper: the bfloat16 kernel of few rows with half of the bytes.
 
-A kernel quantises the rows, or the product itself if they are at most eight. The product streams
-codes [out, in] as they are stored, through the rings and clusters of pallas_kernels/matmul, and
-multiplies codes by codes (wgmma of e4m3). The scales multiply float32 sums: in the epilogue, or
-after each 128 depths where blocks have scales.
+A kernel quantises the rows. Of up to eight rows, or of one under a norm, the product does it itself
+where the depth allows it. The product streams codes [out, in] as they are stored, through the rings
+and clusters of pallas_kernels/matmul, and multiplies codes by codes (wgmma of e4m3). The scales
+multiply float32 sums: in the epilogue, or after each 128 depths where blocks have scales.
 
 Hopper's tensor cores keep about 14 bits of a sum of fp8 products. So a sum ends after 128 depths,
 and registers add it to the others in float32 (DeepSeek-V3 technical report, section 3.3.2).
@@ -14,7 +14,7 @@ at a time.
 
 The order of summation of few rows depends on the weights alone (pallas_kernels/matmul/plan.py).
 
-    row_parts.py    whole rows as warps look at them
+    row_parts.py    how warps reduce whole rows
     quantise.py     rows in fp8, after a norm or as they are
     own_rows.py     few rows that the product norms and quantises itself
     product.py      the product
@@ -45,7 +45,8 @@ def fp8_matmul(
 ) -> tuple[jax.Array, jax.Array | None]:
     """Run the op; see pallas_kernels.fp8_matmul.fp8_matmul.
 
-    measures: of few rows, return the largest magnitudes in the result as well, not None
+    measures: return the largest magnitudes in the result too, in place of None; for at most
+              MAX_ROWS rows
     """
     if quantises(Product.of(inputs), measured=largest is not None, normed=norm is not None):
         return multiply(None, inputs, norm, largest, measures=measures)
@@ -93,7 +94,7 @@ def quantises(product: Product, *, measured: bool = False, normed: bool = False)
 
 def takes_largest(rows: int, weight: Fp8Weight) -> bool:
     """Return whether a product with this weight takes `largest` of the product before it."""
-    if weight.activation != "token" or not own_rows.measured(weight.depth):
+    if weight.activation != "token" or not own_rows.reads_largest(weight.depth):
         return False
     x = jax.ShapeDtypeStruct((rows, weight.depth), jnp.bfloat16)
     inputs = Inputs(x=x, weights=(weight,))  # type: ignore[arg-type]

@@ -36,12 +36,10 @@ from pallas_kernels.mosaic import load
 from pallas_kernels.types import Index, Ref
 
 T = TypeVar("T")  # an array, or the kernel's ref
+Parts = TypeVar("Parts")  # T, or arrays in registers
 
 ROWS = 8  # at most
 ROW_BYTES = 64 * 1024  # of all rows, at most, where each CTA reads the whole of them
-# At most, under a norm. A CTA looks at them twice and waits for its other warps in between: with
-# four rows that takes longer than a kernel before the product.
-NORMED_ROWS = 1
 STEP = 256  # depths of a step: two for each thread
 AT_ONCE = 64  # steps of all rows that a warpgroup holds in registers
 TILE_LAYOUT = plgpu.Layout.TILED(  # a thread has two depths of each step, of all rows
@@ -52,20 +50,30 @@ TILE_LAYOUT = plgpu.Layout.TILED(  # a thread has two depths of each step, of al
 )
 
 
+class Gain(NamedTuple, Generic[T, Parts]):
+    """The norm's gain, in the views of Values without rows.
+
+    In registers: by_step of the first steps, and a list of the halves that a warpgroup reduces.
+    """
+
+    by_step: T
+    by_part: Parts
+
+
 class Values(NamedTuple, Generic[T]):
     """Rows that are no codes yet, bfloat16, in two views, and what is known of their scales.
 
     by_step: [rows, split, steps, warpgroups, STEP], as warpgroups multiply them
-    by_part: [rows, HALVES, WARPS, depth / PARTS], as warps look at whole rows; or None
-    gain:    of the norm, as by_step and by_part without rows; or None
+    by_part: [rows, HALVES, WARPS, depth / PARTS], as warps reduce whole rows; or None
+    gain:    of the norm; or None
     largest: float32 [WARPS, tiles, padded rows], of the product before; or None
 
-    Without a norm and largest, by_part is None if all rows have a scale that is known.
+    by_part is None if no warp needs whole rows: with largest, or with a known scale and no norm.
     """
 
     by_step: T
     by_part: T | None
-    gain: tuple[T, T] | None
+    gain: Gain[T, T] | None
     largest: T | None
 
 
@@ -78,7 +86,9 @@ def fits(product: Product, *, has_scales: bool, normed: bool) -> bool:
     tuning = choose_tuning(product)
     return (
         tuning is not None
-        and product.rows <= (NORMED_ROWS if normed else ROWS)
+        # A CTA reads a row under a norm twice, and its warps wait for each other in between. With
+        # four rows that takes longer than a kernel before the product.
+        and product.rows <= (1 if normed else ROWS)
         and tuning.tile_k == tuning.stripe_k == STEP
         and is_resident(product, product.depth // tuning.split)
         and ((has_scales and not normed) or _reads_all(product, tuning.warpgroups))
@@ -94,8 +104,8 @@ def _reads_all(product: Product, warpgroups: int) -> bool:
     )
 
 
-def measured(depth: int) -> bool:
-    """Return whether the product before can store `largest` of rows of this depth."""
+def reads_largest(depth: int) -> bool:
+    """Return whether warps can share out the tiles of `largest` of rows of this depth."""
     return depth % (TILE_N * WARPS * LANES // ROWS) == 0
 
 
@@ -121,7 +131,7 @@ def values_of(
         by_part = row_parts.in_parts(x)
     steps = tuning.split, sizes.steps, tuning.warpgroups, STEP
     if norm is not None:
-        gain = norm.gain.reshape(steps), row_parts.in_parts(norm.gain)
+        gain = Gain(norm.gain.reshape(steps), row_parts.in_parts(norm.gain))
     return Values(x.reshape(rows, *steps), by_part, gain, largest)
 
 
@@ -132,7 +142,10 @@ def with_scratch(
     if values.largest is None and values.by_part is None:
         return scratch
     warpgroups = sizes.tuning.warpgroups
-    kinds = max(len(row_parts.KINDS), warpgroups) + 1
+    # by_row is [kind, row, part] to RowReductions and [warpgroup, warp, row] to _measured. The
+    # scales of row_scales lie at [last, 0, row].
+    kinds = max(row_parts.KINDS, warpgroups) + 1
+    assert WARPS <= ROWS == PARTS == sizes.padded, sizes.padded
     assert 4 * kinds * ROWS * PARTS <= 1024  # what plan.smem_bytes counts
     return scratch._replace(
         by_row=plgpu.SMEM((kinds, ROWS, PARTS), jnp.float32),
@@ -148,11 +161,7 @@ def row_scales(scratch: Scratch[Ref]) -> Ref:
     return scratch.by_row.at[scratch.by_row.shape[0] - 1, 0]
 
 
-class Gain(NamedTuple):
-    """The norm's gain in registers: of the first steps, and of the halves that are looked at."""
-
-    by_step: jax.Array
-    by_part: list[jax.Array]
+OwnGain = Gain[jax.Array, list[jax.Array]]  # in registers
 
 
 @dataclass(frozen=True)
@@ -172,7 +181,7 @@ class OwnRows:
 
     @property
     def halves(self) -> list[Index]:
-        """The halves of a row that this warpgroup looks at: two warpgroups have one each."""
+        """The halves of a row that this warpgroup reduces: two warpgroups have one each."""
         both = self.ring.sizes.tuning.warpgroups < HALVES
         return list(range(HALVES)) if both else [self.ring.wg]
 
@@ -183,14 +192,14 @@ class OwnRows:
         counts = (n for n in range(steps, 0, -1) if steps % n == 0)
         return next(n for n in counts if n * len(self.rows) <= AT_ONCE)
 
-    def read_gain(self) -> Gain | None:
+    def read_gain(self) -> OwnGain | None:
         """Return the gain. No kernel writes it: it need not wait for the kernel before."""
         if self.values.gain is None:
             return None
         by_step, by_part = self.values.gain
         return Gain(self._steps(by_step, 0), [self._half(by_part, half) for half in self.halves])
 
-    def quantise(self, gain: Gain | None, scale: jax.Array | None) -> None:
+    def quantise(self, gain: OwnGain | None, scale: jax.Array | None) -> None:
         """Write the codes of a warpgroup's steps to the resident x.
 
         scale: of all rows, if it is known; else the first warpgroup keeps those of the rows
@@ -201,18 +210,15 @@ class OwnRows:
         ring, scratch = self.ring, self.ring.scratch
         shape = self.at_once, ring.sizes.padded, STEP
         first = self._rows(0)  # before anything waits for the scales
-        factors, scales = self._factors_and_scales(gain, scale)
+        factor, scales = self._factor_and_scales(gain, scale)
         row_of = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=TILE_LAYOUT)
         for start in range(0, ring.sizes.steps, self.at_once):
             tile: jax.Array | None = None
-            by_step = None
-            if gain is not None and self.values.gain is not None:
-                by_step = gain.by_step if start == 0 else self._steps(self.values.gain[0], start)
             for row, part in enumerate(first if start == 0 else self._rows(start)):
-                if by_step is None:
+                if gain is None or factor is None:
                     part = part.astype(jnp.float32)
                 else:
-                    part = row_parts.normed(part, by_step, factors[row])
+                    part = row_parts.normed(part, self._gain(gain, start), factor)
                 spread = lax.broadcast_in_dim(scaled(part, scales[row]), shape, [0, 2])
                 spread = plgpu.layout_cast(spread, TILE_LAYOUT)
                 # A register's row is known when the kernel is compiled: this picks registers.
@@ -229,34 +235,38 @@ class OwnRows:
 
         plgpu.commit_smem()
 
-    def _factors_and_scales(
-        self, gain: Gain | None, scale: jax.Array | None
-    ) -> tuple[list[jax.Array], list[jax.Array]]:
-        """Return what the norm multiplies each row by, if there is one, and each row's scale."""
-        known = [] if scale is None else [scale] * len(self.rows)
+    def _factor_and_scales(
+        self, gain: OwnGain | None, scale: jax.Array | None
+    ) -> tuple[jax.Array | None, list[jax.Array]]:
+        """Return the factor of the norm's one row, None without a norm, and each row's scale."""
         if self.values.largest is not None:
-            return [], [scale_of(largest) for largest in self._measured(self.values.largest)]
+            return None, [scale_of(largest) for largest in self._measured(self.values.largest)]
         by_part, scratch = self.values.by_part, self.ring.scratch
+        factor, known = None, [] if scale is None else [scale] * len(self.rows)
         if by_part is None:
-            return [], known
+            return factor, known
         assert scratch.by_row is not None
-        findings = row_parts.Findings(scratch.by_row, self.halves, scratch.seen)
-        read = [[self._half(by_part.at[row], half) for half in self.halves] for row in self.rows]
-        factors, rows = [], read
+        reductions = row_parts.RowReductions(scratch.by_row, self.halves, scratch.seen)
+        rows = [[self._half(by_part.at[row], half) for half in self.halves] for row in self.rows]
         if gain is not None:
             assert self.eps is not None
-            depth = self.ring.sizes.product.depth
-            factors = findings.norm_factors(read, depth, self.eps)
-            rows = (  # made one after the other: registers do not hold all of them
-                map(functools.partial(row_parts.normed, factor=factor), own, gain.by_part)
-                for own, factor in zip(read, factors, strict=True)
-            )
-        return factors, known or [scale_of(largest) for largest in findings.largest(rows)]
+            [row] = rows  # see fits
+            factor = reductions.norm_factor(row, self.ring.sizes.product.depth, self.eps)
+            pairs = zip(row, gain.by_part, strict=True)
+            rows = [[row_parts.normed(half, own, factor) for half, own in pairs]]
+        return factor, known or [scale_of(largest) for largest in reductions.largest(rows)]
+
+    def _gain(self, gain: OwnGain, start: int) -> jax.Array:
+        """Return the gain of the steps from `start`."""
+        if start == 0:
+            return gain.by_step
+        assert self.values.gain is not None
+        return self._steps(self.values.gain.by_step, start)
 
     def _measured(self, largest: Ref) -> list[jax.Array]:
         """Return the largest magnitude of each row, from those of its tiles.
 
-        Each warpgroup looks at all of them.
+        Each warpgroup reads all of them.
         """
         by_row, wg = self.ring.scratch.by_row, self.ring.wg
         assert by_row is not None

@@ -58,7 +58,7 @@ def _quantise(
     else:
         shape, body = row_parts.in_parts(x).shape[1:], _by_row(depth, eps)
         scales_shape = (padded,)
-        scratch = (plgpu.SMEM((len(row_parts.KINDS), 1, row_parts.PARTS), jnp.float32),)
+        scratch = (plgpu.SMEM((row_parts.KINDS, 1, row_parts.PARTS), jnp.float32),)
     kernel = plgpu.kernel(
         body,
         out_type=(
@@ -99,7 +99,7 @@ def _by_row(depth: int, eps: float) -> Callable[..., None]:
         x: Ref, scale: Ref | None, gain: Ref | None, codes: Ref, scales: Ref | None, shared: Ref
     ) -> None:
         row, halves = lax.axis_index("row"), range(row_parts.HALVES)
-        findings = row_parts.Findings(shared, halves, None)
+        reductions = row_parts.RowReductions(shared, halves, None)
 
         def read(ref: Ref) -> list[jax.Array]:
             return [load(ref.at[half], layout, optimized=False) for half in halves]
@@ -111,12 +111,12 @@ def _by_row(depth: int, eps: float) -> Callable[..., None]:
         if gains is None:
             values = [half.astype(jnp.float32) for half in values]
         else:
-            [factor] = findings.norm_factors([values], depth, eps)
+            factor = reductions.norm_factor(values, depth, eps)
             values = [row_parts.normed(values[half], gains[half], factor) for half in halves]
         if scale is not None:
             divisor = scale[0]
         else:
-            [largest] = findings.largest([values])
+            [largest] = reductions.largest([values])
             divisor = scale_of(largest)
             if scales is not None:
                 scales[row] = divisor

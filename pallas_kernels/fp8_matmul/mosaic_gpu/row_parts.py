@@ -1,6 +1,6 @@
-"""Whole rows as warps look at them: in two halves, of which each warp of a warpgroup has a part.
+"""How warps reduce whole rows: in two halves, of which each warp of a warpgroup has a part.
 
-The kernel that quantises rows and the products that do so themselves look at rows alike. So sums of
+The kernel that quantises rows and the products that do so themselves reduce rows alike. So sums of
 squares have one order, and the norm of a row the same bits, whichever of them runs.
 """
 
@@ -23,7 +23,8 @@ from pallas_kernels.types import Barrier, Index, Ref
 HALVES = 2
 PARTS = HALVES * WARPS
 LANES = 32
-SQUARES, MAGNITUDES = KINDS = range(2)
+SQUARES, MAGNITUDES = 0, 1
+KINDS = 2
 
 
 def divides(depth: int) -> bool:
@@ -48,29 +49,27 @@ def layout_of(depth: int):
 
 
 @dataclass(frozen=True)
-class Findings:
-    """What the warps of a CTA find in whole rows, and tell each other.
+class RowReductions:
+    """Reductions over whole rows, shared by the warps of a CTA.
 
     shared: float32 [KINDS or more, rows or more, PARTS], in shared memory
-    halves: those that this warpgroup looks at
-    seen:   completes when all warpgroups have looked; None if there is one, whose stores end with a
-            barrier of its own
+    halves: those that this warpgroup reduces
+    seen:   completes when all warpgroups have stored their results; None if there is one, whose
+            stores end with a barrier of its own
     """
 
     shared: Ref
     halves: Sequence[Index]
     seen: Barrier | None
 
-    def norm_factors(
-        self, rows: Iterable[Iterable[jax.Array]], depth: int, eps: float
-    ) -> list[jax.Array]:
-        """Return what an RMS norm multiplies each row by. rows: this warpgroup's halves of each"""
-        by_part = self._share(SQUARES, rows, lambda half: jnp.sum(half * half, axis=1))
-        sums = [functools.reduce(jnp.add, parts) for parts in by_part]
+    def norm_factor(self, halves: Iterable[jax.Array], depth: int, eps: float) -> jax.Array:
+        """Return what an RMS norm multiplies a row by. halves: this warpgroup's halves of it"""
+        [parts] = self._share(SQUARES, [halves], lambda half: jnp.sum(half * half, axis=1))
+        total = functools.reduce(jnp.add, parts)
         # A sum after the division would be fused with it in one lowering, and not in the other.
-        return [lax.rsqrt((total + depth * eps) / depth) for total in sums]
+        return lax.rsqrt((total + depth * eps) / depth)
 
-    def largest(self, rows: Iterable[Iterable[jax.Array]]) -> list[jax.Array]:
+    def largest(self, rows: Sequence[Iterable[jax.Array]]) -> list[jax.Array]:
         """Return the largest magnitude of each row. rows: this warpgroup's halves of each"""
         by_part = self._share(MAGNITUDES, rows, lambda half: jnp.max(jnp.abs(half), axis=1))
         return [functools.reduce(jnp.maximum, parts) for parts in by_part]
@@ -78,20 +77,18 @@ class Findings:
     def _share(
         self,
         kind: int,
-        rows: Iterable[Iterable[jax.Array]],
-        look: Callable[[jax.Array], jax.Array],
+        rows: Sequence[Iterable[jax.Array]],
+        reduce: Callable[[jax.Array], jax.Array],
     ) -> list[list[jax.Array]]:
-        """Return what all warps find in each row, in the order of its parts."""
-        count = 0
+        """Return the results of all warps for each row, in the order of its parts."""
         for row, halves in enumerate(rows):
             for half, values in zip(self.halves, halves, strict=True):
                 place = pl.ds(half * WARPS, WARPS)
-                self.shared.at[kind, row, place][...] = look(values.astype(jnp.float32))
-            count += 1
+                self.shared.at[kind, row, place][...] = reduce(values.astype(jnp.float32))
         if self.seen is not None:
             plgpu.barrier_arrive(self.seen)
             plgpu.barrier_wait(self.seen)
-        return [[self.shared[kind, row, part] for part in range(PARTS)] for row in range(count)]
+        return [[self.shared[kind, row, part] for part in range(PARTS)] for row in range(len(rows))]
 
 
 def normed(values: jax.Array, gain: jax.Array, factor: jax.Array) -> jax.Array:

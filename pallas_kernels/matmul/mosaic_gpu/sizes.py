@@ -54,11 +54,12 @@ class Scratch(NamedTuple, Generic[T]):
     scaled:   a tile of the result times the gain
     squares:  sums of a tile's squares
     largest:  largest magnitudes of a tile
-    by_row:   of a product that quantises: what each warp has seen of the rows, and their scales
+    by_row:   of a product that quantises: each warp's reductions of the rows, and their scales; see
+              fp8_matmul's own_rows.with_scratch
 
     full:           for each slot of the rings: its copies have arrived
     x_ready:        for each warpgroup: its part of a resident x has arrived
-    seen:           all warps have looked at the rows
+    seen:           all warps have reduced the rows
     done, taken:    partial sums are there; and may be overwritten
     residual_ready, gain_ready: the tile has arrived
     received:       of cluster_sum.scratch
