@@ -243,6 +243,7 @@ class LLM:
                 ops=self.kernels,
                 placement=placement,
                 dtype=self.dtype,
+                draft_cache_dtype=self.draft_cache_dtype,
                 acceptance_rates=synthetic.acceptance_rates(speculative) if speculative else None,
                 eos_token_ids=self.eos_token_ids,
             )

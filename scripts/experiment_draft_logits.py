@@ -377,6 +377,7 @@ def model_experiment(llm: LLM, texts: list[str], max_tokens: int, seed: int) -> 
         llm.dtype,
         llm.kernels,
         llm.config.kv_cache_dtype,
+        llm.draft_cache_dtype,
     )
     longest = max(map(len, encoded))
     recorder = Recorder(

@@ -271,7 +271,7 @@ def measure(
         stop_token_ids=llm.eos_token_ids,
         dtype=llm.dtype,
         kv_cache_dtype=llm.config.kv_cache_dtype,
-        draft_kv_cache_dtype=llm.speculative and llm.speculative.draft_kv_cache_dtype,
+        draft_cache_dtype=llm.draft_cache_dtype,
         ops=llm.kernels,
     )
     recorder = Recorder(pair, max_num_seqs=llm.config.max_num_seqs, max_tokens=longest + max_tokens)

@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 
 import jax
+import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from jaxspec.cache.arrays import resolve_cache_dtype, resolve_draft_cache_dtype
+from jaxspec.cache.arrays import resolve_cache_dtype
 from jaxspec.config import (
     ConfigError,
     DraftConfig,
@@ -71,6 +72,7 @@ class ModelRunner:
         *,
         ops: Ops,
         dtype: DTypeLike,
+        draft_cache_dtype: DTypeLike | None,
         placement: Placement = ONE_PLACE,
         acceptance_rates: tuple[float, ...] | None = None,
         eos_token_ids: tuple[int, ...] = (),
@@ -87,12 +89,7 @@ class ModelRunner:
             config, on_gpu=self.on_gpu, weight_bytes=self.weight_bytes
         )
         cache_dtype = resolve_cache_dtype(config.kv_cache_dtype, dtype)
-        of_draft = resolve_draft_cache_dtype(
-            speculative and speculative.draft_kv_cache_dtype,
-            draft_config,
-            config.kv_cache_dtype,
-            dtype,
-        )
+        of_draft = cache_dtype if draft_cache_dtype is None else jnp.dtype(draft_cache_dtype)
         self.configs = RoundConfigs(
             target_config,
             draft_config,

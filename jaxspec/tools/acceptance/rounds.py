@@ -166,8 +166,12 @@ def _target_logits(
 
 @dataclass(frozen=True)
 class Pair:
-    """A loaded target and draft. max_k: the largest K that is measured. stop_token_ids end a
-    request."""
+    """A loaded target and draft.
+
+    max_k:             the largest K that is measured
+    stop_token_ids:    end a request
+    draft_cache_dtype: of the draft's keys and values; None: that of the target's
+    """
 
     target: models.TargetConfig
     draft: DraftConfig
@@ -177,7 +181,7 @@ class Pair:
     dtype: jax.typing.DTypeLike = jnp.float32
     ops: Ops = REFERENCE_OPS
     kv_cache_dtype: KVCacheDtype = "auto"
-    draft_kv_cache_dtype: KVCacheDtype | None = None
+    draft_cache_dtype: jax.typing.DTypeLike | None = None
 
 
 @dataclass(frozen=True)
@@ -246,13 +250,11 @@ class Recorder:
             pair.target,
             pair.draft,
             pair.params,
-            SpeculativeConfig(
-                num_speculative_tokens=pair.max_k,
-                draft_kv_cache_dtype=pair.draft_kv_cache_dtype,
-            ),
+            SpeculativeConfig(num_speculative_tokens=pair.max_k),
             config,
             ops=pair.ops,
             dtype=pair.dtype,
+            draft_cache_dtype=pair.draft_cache_dtype,
             eos_token_ids=pair.stop_token_ids,
         )
         self.pair, self.batch, self.pages = pair, max_num_seqs, pages
