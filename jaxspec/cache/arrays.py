@@ -79,8 +79,8 @@ def resolve_draft_cache_dtype(
 ) -> jnp.dtype:
     """Return the dtype of the draft's keys and values.
 
-    An "auto" that the target's checkpoint leaves to the weights is read from the draft's, as in
-    vLLM.
+    An "auto" that is still open is fp8 if the draft's checkpoint says so, as in vLLM. An explicit
+    "auto" of the draft asks that checkpoint alone.
 
     draft_kv_cache_dtype: None for the target's setting
     draft:                None for plain decoding

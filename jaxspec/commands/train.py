@@ -157,7 +157,7 @@ class EvaluationOptions:
         return [] if name is None else read_prompts(name, "--eval-prompts")
 
     def kept_out(self, measured: list[str]) -> OverlapFilter:
-        """Return the filter of the prompts of --keep-out, and of `measured`, those of read()."""
+        """Return the filter that keeps out `measured`, which read() returned, and --keep-out's."""
         prompts, names = list(measured), [] if self.name is None else [self.name]
         for name in self.keep_out or ():
             prompts += read_prompts(name, "--keep-out")

@@ -81,8 +81,8 @@ class SpeculativeConfig:
     prompt_lookup_max, prompt_lookup_min: with "ngram", the longest and the shortest run of tokens
         that is looked up.
     draft_quantize: quantises the draft's plain weights while they load, as EngineConfig's quantize.
-    draft_kv_cache_dtype: of the draft's keys and values, as EngineConfig's kv_cache_dtype, which
-        None takes. What is "auto" then is fp8 if the draft's own checkpoint says so.
+    draft_kv_cache_dtype: of the draft's keys and values, as EngineConfig's kv_cache_dtype; None
+        takes the target's. An "auto" of either is fp8 if the draft's own checkpoint says so.
     suffix_decoding_max_tree_depth: with "suffix", tokens of a match and its drafts, at most.
     suffix_decoding_max_spec_factor: with "suffix", drafts for each token of the match, at most.
     suffix_decoding_min_token_prob: with "suffix", the chance below which drafts end.
@@ -138,7 +138,9 @@ class SpeculativeConfig:
         None, "Quantise the draft's plain weights while they load: fp8, fp8-block or int4."
     )
     draft_kv_cache_dtype: KVCacheDtype | None = setting(
-        None, "Dtype of the draft's keys and values. [default: the target's]"
+        None,
+        "Dtype of the draft's keys and values. [default: the target's, or fp8 if the draft's "
+        "checkpoint says so beside an auto]",
     )
     draft_tensor_parallel_size: int | None = setting(
         None, "Devices that share the draft's layers: the engine's number (the default), or 1."

@@ -106,7 +106,7 @@ def family_of_checkpoint(
 def check_named_method(named: str | None, found: str, which: str) -> None:
     """Raise ConfigError if the method that a caller names is not the draft's.
 
-    which: the draft, for the message
+    which: ends the clause, such as 'the given draft is'
     """
     if named not in (None, found):
         raise ConfigError(

@@ -1,7 +1,7 @@
 """Short prompts: tasks of many kinds, whose blanks are filled at random.
 
 User's turns that a small target samples are often incoherent, and a file of prompts has one kind of
-task. These are whole sentences of fourteen kinds. task_prompts.json holds the tasks and the words
+task. These are whole sentences of many kinds. task_prompts.json holds the tasks and the words
 for their blanks. All lines are written for it: an evaluation set may have the same kinds of task,
 and no sentence of these.
 
