@@ -382,7 +382,7 @@ class LLM:
             ]
             if d.aux_layers:
                 lines.append(
-                    f"aux layers (boundary ids) {list(d.aux_layers)}, {', '.join(switches)}"
+                    ", ".join([f"aux layers (boundary ids) {list(d.aux_layers)}", *switches])
                 )
         return "\n".join(lines)
 

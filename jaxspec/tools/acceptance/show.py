@@ -288,8 +288,8 @@ def sentences(record: Record) -> list[str]:
         lines += _check(record, found[0].case.dataset)
     return [
         *lines,
-        f"{record['num_programs']} programs compiled, {record['seconds']} s for {len(found)} "
-        "cases, compilation included",
+        f"{record['num_programs']} programs compiled, {record['seconds']} s for {len(found)} case"
+        f"{'s' if len(found) > 1 else ''}, compilation included",
     ]
 
 
