@@ -78,7 +78,9 @@ def test_the_readme_has_every_family_and_method() -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_links_lead_to_files(page: Path) -> None:
-    targets = LINK.findall(page.read_text(encoding="utf-8"))
+    text = page.read_text(encoding="utf-8")
+    assert re.findall(r"\]\([^)\s]*\n.*", text) == []  # a target over two lines is no link
+    targets = LINK.findall(text)
     local = [t.partition("#")[0] for t in targets if "://" not in t]
     assert [t for t in local if t and not (page.parent / t).exists()] == []
 
