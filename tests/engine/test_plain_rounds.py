@@ -25,7 +25,10 @@ def one() -> LLM:
 
 @pytest.fixture(scope="module")
 def several() -> LLM:
-    return make(draft=False, rounds_per_step=ROUNDS)
+    """An LLM whose rounds of tokens alone are compiled: one with log-probabilities would serve."""
+    llm = make(draft=False, rounds_per_step=ROUNDS)
+    llm.generate([[1, 2, 3]], SamplingParams(0.0, max_tokens=6))
+    return llm
 
 
 def shown(llm: LLM, prompts: Any, params: Any) -> list[Any]:
