@@ -115,9 +115,12 @@ def read_config(name: str) -> dict[str, Any]:
     download = partial(hf_hub_download, repository, revision=revision, local_files_only=offline)
     try:
         file = Path(download("config.json"))
-        with suppress(EntryNotFoundError):
-            download(MODELOPT)  # to the same folder
-        return read_model_config(file)
+        config = read_model_config(file)
+        if not config.get("quantization_config"):
+            with suppress(EntryNotFoundError):
+                download(MODELOPT)  # to the same folder
+                config = read_model_config(file)
+        return config
     except (HfHubHTTPError, HFValidationError, OSError, RuntimeError) as e:
         raise ConfigError(
             f"{name}: expected a folder, a config.json or a hub id, got none that can be read "

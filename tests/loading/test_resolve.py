@@ -217,6 +217,39 @@ def test_a_config_without_weights_has_the_quantisation_of_older_files(
         assert "compression_config" not in config
 
 
+@pytest.mark.parametrize("key", [None, "quantization_config", "compression_config"])
+def test_modelopts_file_is_read_only_where_config_json_names_no_quantisation(
+    key, tmp_path, monkeypatch
+):
+    """Of a folder as of a hub id; a damaged file shows whether it was read."""
+    written = {} if key is None else {key: {"quant_method": "fp8"}}
+    (tmp_path / "config.json").write_text(json.dumps(written))
+    asked = []
+
+    def download(repo, name, **kwargs):
+        asked.append(name)
+        if name == module.MODELOPT:
+            (tmp_path / name).write_text("no JSON")
+        return str(tmp_path / name)
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
+    monkeypatch.setattr(module, "hub_is_reachable", lambda: True)
+
+    def method_of(name):
+        return module.read_config(name)["quantization_config"]["quant_method"]
+
+    if key is None:
+        with pytest.raises(ConfigError, match=f"{module.MODELOPT}: expected valid JSON"):
+            method_of("someone/model")
+        assert asked == ["config.json", module.MODELOPT]
+        return
+    assert method_of("someone/model") == "fp8"
+    assert asked == ["config.json"]
+    (tmp_path / module.MODELOPT).write_text("no JSON")
+    for folder_or_file in (tmp_path, tmp_path / "config.json"):
+        assert method_of(str(folder_or_file)) == "fp8"
+
+
 def test_a_hub_that_does_not_answer_is_not_tried_again(monkeypatch, tmp_path):
     """What the cache has is used; the library's own attempts take half a minute."""
     for name in module.PROXIES:
