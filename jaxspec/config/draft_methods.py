@@ -1,8 +1,9 @@
 """The methods of drafting: their names, the options that each reads, and the checks of those.
 
-OPTIONS has each method's options, which are fields of SpeculativeConfig. Their values are checked
-by kind (SWITCHES, POSITIVE) or by a function of CHECKS. SpeculativeConfig itself checks formats and
-lists, which have functions of their own.
+OPTIONS has each method's options, which are fields of SpeculativeConfig. ADVICE says what to set
+where a method has an option's effect from elsewhere. Values are checked by kind (SWITCHES,
+POSITIVE) or by a function of CHECKS. SpeculativeConfig itself checks formats and lists, which have
+functions of their own.
 """
 
 from __future__ import annotations
@@ -43,6 +44,14 @@ OPTIONS: Mapping[str, tuple[str, ...]] = {
         "suffix_decoding_max_spec_factor",
         "suffix_decoding_min_token_prob",
     ),
+}
+# What to do instead of setting an option that a method does not read; the end of a message.
+ADVICE: Mapping[str, Mapping[str, str]] = {
+    "mtp": {"draft_quantize": "set quantize, which its module follows"},
+}
+# What reads an option that some drafts of its methods lack; of others the methods themselves do.
+READERS: Mapping[str, str] = {
+    "draft_confidence_threshold": "a draft that has a confidence head",
 }
 LOOKUPS = ("ngram", "suffix")  # the methods that need no model
 # Those without a fallback. An independent model's cache holds its own drafts, and not the looked-up
@@ -97,6 +106,12 @@ def check_values(settings: object) -> None:
     """Raise ConfigError for the first options, in the order of CHECKS, that their check refuses."""
     for names, check in CHECKS.items():
         check(*(getattr(settings, name) for name in names))
+
+
+def readers_of(option: str) -> str:
+    """Return what reads an option, for messages: READERS' words, or its methods by name."""
+    methods = " or ".join(repr(method) for method, keys in OPTIONS.items() if option in keys)
+    return READERS.get(option, f"method {methods}")
 
 
 def check_fallback(fallback: str | None, method: str | None) -> None:

@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args
 from jaxspec.config import draft_methods
 from jaxspec.config.attention import AttentionKind, CompressedAttentionConfig
 from jaxspec.config.cache_dtype import KVCacheDtype, settled_kv_cache_dtype
-from jaxspec.config.draft_methods import OPTIONS
+from jaxspec.config.draft_methods import ADVICE, OPTIONS
 from jaxspec.config.keys import (
     SPECULATIVE,
     checks_keywords,
@@ -234,13 +234,11 @@ def check_options(speculative: SpeculativeConfig, method: str) -> None:
     for key in dict.fromkeys(key for keys in OPTIONS.values() for key in keys):
         if key in read or getattr(speculative, key) in harmless[key]:
             continue
-        if key == "draft_confidence_threshold":
-            owners = "a draft that has a confidence head"
-        else:
-            owners = "method " + " or ".join(repr(m) for m, keys in OPTIONS.items() if key in keys)
-        follows = "; set quantize, which its module follows"
-        advice = follows if (key, method) == ("draft_quantize", "mtp") else ""
-        raise ConfigError(f"{key}: expected it only with {owners}, got it with {method!r}{advice}")
+        advice = ADVICE.get(method, {}).get(key)
+        raise ConfigError(
+            f"{key}: expected it only with {draft_methods.readers_of(key)}, got it with {method!r}"
+            + (f"; {advice}" if advice else "")
+        )
 
 
 def _settle_names(config: SpeculativeConfig) -> None:

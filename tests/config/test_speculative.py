@@ -14,8 +14,9 @@ from jaxspec.config import (
     SpeculativeConfig,
     check_options,
     check_verify_tokens,
+    speculative,
 )
-from jaxspec.config.draft_methods import OPTIONS
+from jaxspec.config.draft_methods import ADVICE, OPTIONS, READERS
 from jaxspec.config.speculative import DEFAULT_K
 from jaxspec.drafts import FAMILIES, METHODS, MODEL_FREE, method_name
 from jaxspec.drafts.ngram import NgramConfig
@@ -78,6 +79,32 @@ def test_the_sentence_names_the_methods() -> None:
     assert str(error.value) == (
         "draft_quantize: expected it only with method 'eagle' or 'eagle3' or 'draft_model', "
         "got it with 'dspark'"
+    )
+
+
+def test_advice_stands_with_its_method_and_ends_the_sentence(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    advice = {"dspark": {"draft_quantize": "convert the head"}}
+    monkeypatch.setattr(speculative, "ADVICE", advice)
+    with pytest.raises(ConfigError, match="got it with 'dspark'; convert the head$"):
+        check_options(SpeculativeConfig(draft_quantize="int4"), "dspark")
+    with pytest.raises(ConfigError, match="got it with 'dflash'$"):
+        check_options(SpeculativeConfig(draft_quantize="int4"), "dflash")
+
+
+def test_advice_is_for_options_that_the_method_does_not_read() -> None:
+    for method, advice in ADVICE.items():
+        assert advice and set(advice) <= set(OTHER_VALUES) - set(OPTIONS[method])
+
+
+def test_the_sentence_names_drafts_where_a_method_alone_does_not_tell() -> None:
+    assert set(READERS) <= set(OTHER_VALUES)
+    with pytest.raises(ConfigError) as error:
+        check_options(SpeculativeConfig(draft_confidence_threshold=0.5), "eagle")
+    assert str(error.value) == (
+        "draft_confidence_threshold: expected it only with a draft that has a confidence head, "
+        "got it with 'eagle'"
     )
 
 
