@@ -21,7 +21,7 @@ from rich.table import Table
 from jaxspec import models
 from jaxspec.cache.arrays import own_cache_dtype
 from jaxspec.config import ConfigError, EngineConfig, SpeculativeConfig
-from jaxspec.config.quantization import quantized
+from jaxspec.config.quantization import form_while_loading, quantized
 from jaxspec.drafts import (
     MODEL_FREE,
     DraftModelConfig,
@@ -92,7 +92,7 @@ def main(
             f"--max-model-len: expected at most the target's max_position_embeddings {limit}, "
             f"got {config.max_model_len}"
         )
-    target_cfg = quantized(target_cfg, config.quantize, own)
+    target_cfg = quantized(target_cfg, form_while_loading(config.quantize, own), own)
     kv_cache_dtype = own_cache_dtype(config.kv_cache_dtype, target_cfg)
     config = replace(config, kv_cache_dtype=kv_cache_dtype)
     if dequantised and getattr(target_cfg, "mxfp4", None) is None:

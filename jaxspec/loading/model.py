@@ -14,10 +14,8 @@ import numpy as np
 from jaxspec import drafts, models
 from jaxspec.config import ConfigError, SpeculativeConfig, is_int, shown
 from jaxspec.config.quantization import (
-    OwnMethod,
     Quantize,
     is_made_plain,
-    is_while_loading,
     quantization_of,
     quantized,
 )
@@ -42,12 +40,12 @@ def load_target(
     placement: Placement = ONE_PLACE,
     *,
     mxfp4: str = "auto",
-    quantize: Quantize | OwnMethod | None = None,
+    quantize: Quantize | None = None,
 ) -> tuple[models.TargetConfig, Params]:
     """Load the target in a Hugging Face folder, with float tensors cast to dtype.
 
     mxfp4:    see with_expert_storage
-    quantize: see EngineConfig
+    quantize: the form that plain weights get, as form_while_loading returned it
     """
     checkpoint = open_checkpoint(folder)
     check_counts(checkpoint.config, len(checkpoint.tensors), str(folder))
@@ -68,7 +66,7 @@ def load_target(
     family = models.family(cfg)
     ignore = lambda name: family.ignored_tensor(cfg, name)  # noqa: E731
     specs = family.param_specs(cfg)
-    warn_of_plain_experts("quantize", quantize, cfg, specs)
+    warn_of_plain_experts("quantize", quantize, specs)
     return cfg, load_params(
         specs,
         table_tensors(checkpoint, cfg, specs),
@@ -96,12 +94,10 @@ def table_tensors(checkpoint: Checkpoint, cfg: Any, specs: Params) -> Mapping[st
     return stored_tensors(tensors, quantization, wanted)
 
 
-def warn_of_plain_experts(
-    key: str, quantize: Quantize | OwnMethod | None, cfg: Any, specs: Params
-) -> None:
-    """Log a WARNING if the setting that quantised a model's weights left some of them plain."""
-    if is_while_loading(quantization_of(cfg), quantize) and has_plain_experts(specs):
-        log.warning(f"{key}={quantize!r} leaves experts plain, whose widths it does not take")
+def warn_of_plain_experts(key: str, form: str | None, specs: Params) -> None:
+    """Log a WARNING if the form that a model's weights get while they load leaves experts plain."""
+    if form is not None and has_plain_experts(specs):
+        log.warning(f"{key}={form!r} leaves experts plain, whose widths it does not take")
 
 
 def has_experts(specs: Params) -> bool:
@@ -155,8 +151,7 @@ def load_draft(
 ) -> tuple[drafts.LayeredConfig, Params]:
     """Load the draft head or model in a folder, and bind it to a loaded target.
 
-    speculative: draft_quantize settled by with_draft_quantize, since an MTP module accepts none of
-        its own
+    speculative: its draft_quantize is the form that with_draft_quantize settled
 
     ConfigError if speculative.method is not the head's; None reads it from the head.
     """
@@ -236,7 +231,7 @@ def load_draft_model(
     whole_specs = models.family(whole).param_specs(whole)
     # Cut after it is read: codes of 4 bits come with the shape of the whole matrix.
     specs = jax.tree.map(cut, whole_specs, draft_model.param_specs(cfg), is_leaf=is_spec)
-    warn_of_plain_experts("draft_quantize", speculative.draft_quantize, whole, specs)
+    warn_of_plain_experts("draft_quantize", speculative.draft_quantize, specs)
     params = load_params(
         specs,
         table_tensors(checkpoint, whole, whole_specs),

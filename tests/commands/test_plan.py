@@ -264,6 +264,22 @@ def test_the_plan_reads_the_dtype_of_a_drafts_caches_from_its_checkpoint(tmp_pat
     assert (draft_bytes(), draft_bytes(draft_kv_cache_dtype="bfloat16")) == (plain / 2, plain)
 
 
+def test_a_targets_own_method_may_be_named_and_quantises_nothing(
+    runner: tuple, tmp_path: Path
+) -> None:
+    cli, app = runner
+
+    def planned(config: dict[str, Any], *flags: str) -> str:
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        done = cli.invoke(app, ["--target", str(tmp_path), "--gpu", "1", *flags])
+        assert done.exit_code == 0, done.output
+        return done.output
+
+    coded = quantized.NARROW | {"quantization_config": quantized.DEEPSEEK_FP8}
+    assert planned(coded, "--quantize", "fp8") == planned(coded)
+    assert planned(quantized.NARROW, "--quantize", "fp8") != planned(quantized.NARROW)
+
+
 def test_a_targets_own_method_may_be_named_beside_its_module(tmp_path: Path) -> None:
     coded = CONFIGS["GLM-4.7-Flash"] | {"quantization_config": quantized.DEEPSEEK_FP8}
     (tmp_path / "config.json").write_text(json.dumps(coded))

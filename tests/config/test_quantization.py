@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from jaxspec import models
 from jaxspec.config import ConfigError
 from jaxspec.config.quantization import (
     WHILE_LOADING,
@@ -17,6 +18,7 @@ from jaxspec.config.quantization import (
     read_quantization,
     settled_quantize,
 )
+from jaxspec.config.quantization import quantized as with_form
 from jaxspec.config.quantization.forms import while_loading
 from tests.support import quantized
 
@@ -112,6 +114,24 @@ def test_a_checkpoints_own_method_quantises_nothing(
 ) -> None:
     settled = settled_quantize("quantize", given)
     assert form_while_loading(settled, {"quantization_config": config}) == form
+
+
+@pytest.mark.parametrize("form", WHILE_LOADING)
+def test_a_form_is_laid_over_plain_weights_alone(form: Any) -> None:
+    """Also where a caller has not asked form_while_loading, which knows the checkpoint's method."""
+    plain = models.config_from_hf(quantized.NARROW)
+    found: Any = with_form(plain, form, quantized.NARROW)
+    assert is_while_loading(found.quantization, form)
+    coded = quantized.NARROW | {"quantization_config": quantized.DEEPSEEK_FP8}
+    cfg = models.config_from_hf(coded)
+    assert with_form(cfg, None, coded) == cfg
+    with pytest.raises(ConfigError) as error:
+        with_form(cfg, form, coded, key="draft_quantize")
+    assert str(error.value) == (
+        f"draft_quantize: expected None for a checkpoint that is quantised already, got {form!r}"
+    )
+    with pytest.raises(AssertionError, match="form_while_loading refuses a method with plain"):
+        with_form(plain, "awq", quantized.NARROW)
 
 
 def test_no_quantization_config_is_plain() -> None:

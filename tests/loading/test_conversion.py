@@ -130,6 +130,8 @@ def test_experts_that_a_format_does_not_take_keep_their_weights(
     assert layer["experts"]["gate_up"].values.dtype == jnp.float32
     assert layer["self_attn"]["o_proj"].codes.dtype == jnp.float8_e4m3fn
     caplog.clear()
+    load_target(out, jnp.float32)
+    assert not [r for r in caplog.records if r.levelname == "WARNING"]
     _, loaded = load_target(source, jnp.float32, quantize="fp8-block")
     jax.tree.map(np.testing.assert_array_equal, loaded, params)
     (said,) = [r for r in caplog.records if r.levelname == "WARNING"]

@@ -134,23 +134,31 @@ def form_while_loading(
 
 def quantized(
     cfg: Config,
-    quantize: Quantize | OwnMethod | None,
+    form: Quantize | OwnMethod | None,
     config: Mapping[str, Any],
     *,
     key: str = "quantize",
 ) -> Config:
     """Return a model's config as that of weights which are quantised while they load.
 
-    The other arguments are those of form_while_loading. ConfigError as there, and for a family
-    without quantised weights.
+    form:   what form_while_loading returned; None changes nothing
+    config: the checkpoint's config.json
+    key:    the setting, for messages
+
+    ConfigError for a checkpoint that is quantised already, whose codes would be read in the wrong
+    form, and for a family without quantised weights.
     """
-    form = form_while_loading(quantize, config, key=key)
     if form is None:
         return cfg
     held: Any = cfg
     if not hasattr(held, "quantization"):
         name = getattr(held, "model_type", None) or held.method
         raise ConfigError(f"{key}: expected None for {name!r}, got {form!r}")
+    if held.quantization is not None:
+        raise ConfigError(
+            f"{key}: expected None for a checkpoint that is quantised already, got {form!r}"
+        )
+    assert form in WHILE_LOADING, "form_while_loading refuses a method with plain weights"
     return replace(held, quantization=while_loading(form, scale_dtype_of(config)))
 
 
