@@ -27,7 +27,6 @@ from jaxspec.drafts import (
     DraftModelConfig,
     canonical_shapes,
     check_method,
-    draft_model,
     family_of_checkpoint,
 )
 from jaxspec.loading.checkpoint import open_checkpoint
@@ -209,9 +208,10 @@ def read_draft(name: str, target: Any, speculative: SpeculativeConfig) -> Any:
     else:
         shapes = {"d2t": (), "lm_head.weight": ()}
     cfg = family.config_from_checkpoint(config, shapes, target, speculative)
-    if family is draft_model:
-        return cfg
-    return quantized(cfg, speculative.draft_quantize, config, key="draft_quantize")
+    form, key = speculative.draft_quantize, "draft_quantize"
+    if isinstance(cfg, DraftModelConfig):
+        return replace(cfg, model=quantized(cfg.model, form, config, key=key))
+    return quantized(cfg, form, config, key=key)
 
 
 def show_tables(plan: MemoryPlan, console: Console) -> None:

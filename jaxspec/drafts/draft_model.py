@@ -28,7 +28,6 @@ from jaxspec.config import (
     check_options,
     is_one_of,
 )
-from jaxspec.config.quantization import quantized
 from jaxspec.drafts.family import Shapes, same_name
 from jaxspec.drafts.head_layout import is_head
 from jaxspec.layers.context import Pass
@@ -112,8 +111,7 @@ def model_from_checkpoint(
             f"method {METHOD!r}: expected a whole model, got a draft head, whose method is read "
             "from its files where none is named"
         )
-    cfg = models.config_from_hf(config)
-    return quantized(cfg, overrides.draft_quantize, config, key="draft_quantize")
+    return models.config_from_hf(config)
 
 
 def config_from_checkpoint(

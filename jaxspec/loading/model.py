@@ -6,7 +6,7 @@ import logging
 from collections.abc import Container, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -14,6 +14,7 @@ import numpy as np
 from jaxspec import drafts, models
 from jaxspec.config import ConfigError, SpeculativeConfig, is_int, shown
 from jaxspec.config.quantization import (
+    OwnMethod,
     Quantize,
     is_made_plain,
     quantization_of,
@@ -32,6 +33,7 @@ from jaxspec.models.decoder import lm_head
 from jaxspec.parallel.layout import ONE_PLACE, Layout, Placement
 
 log = logging.getLogger(__name__)
+Config = TypeVar("Config")
 
 
 def load_target(
@@ -49,9 +51,7 @@ def load_target(
     """
     checkpoint = open_checkpoint(folder)
     check_counts(checkpoint.config, len(checkpoint.tensors), str(folder))
-    cfg: Any = models.config_from_hf(checkpoint.config)
-    cfg = with_stored_scales(cfg, checkpoint.tensors)
-    cfg = quantized(cfg, quantize, checkpoint.config)
+    cfg: Any = with_quantization(models.config_from_hf(checkpoint.config), checkpoint, quantize)
     if mxfp4 != "auto" and getattr(cfg, "mxfp4", None) is None:
         raise ConfigError(
             f"mxfp4 {mxfp4!r}: expected a target with MXFP4 weights, got none in {folder}"
@@ -75,6 +75,19 @@ def load_target(
         ignore=ignore,
         source=str(folder),
     )
+
+
+def with_quantization(
+    cfg: Config, checkpoint: Checkpoint, form: Quantize | OwnMethod | None, key: str = "quantize"
+) -> Config:
+    """Return a model's config with the quantisation of its weights once they are loaded.
+
+    Codes of the checkpoint keep the dtype of their scales, and plain weights get the form.
+
+    form, key: see quantized
+    """
+    cfg = with_stored_scales(cfg, checkpoint.tensors)
+    return quantized(cfg, form, checkpoint.config, key=key)
 
 
 def table_tensors(checkpoint: Checkpoint, cfg: Any, specs: Params) -> Mapping[str, LazyTensor]:
@@ -170,7 +183,6 @@ def load_draft(
             "draft_confidence_threshold: expected it only with a draft that has a confidence head, "
             f"got it with the {cfg.method} draft {folder}"
         )
-    cfg = quantized(cfg, speculative.draft_quantize, checkpoint.config, key="draft_quantize")
     ignore = lambda name: family.ignored_tensor(cfg, name)  # noqa: E731
     specs = family.param_specs(cfg)
     params = load_params(
@@ -209,7 +221,9 @@ def head_config(
             raise ConfigError(
                 f"{folder}/config.json: expected the key {e} of a draft, got none"
             ) from e
-    return with_stored_scales(cfg, tensors), replace(checkpoint, tensors=tensors)
+    checkpoint = replace(checkpoint, tensors=tensors)
+    cfg = with_quantization(cfg, checkpoint, speculative.draft_quantize, "draft_quantize")
+    return cfg, checkpoint
 
 
 def load_draft_model(
@@ -225,7 +239,7 @@ def load_draft_model(
     whole: Any = draft_model.model_from_checkpoint(
         checkpoint.config, checkpoint.tensors, speculative
     )
-    whole = with_stored_scales(whole, checkpoint.tensors)
+    whole = with_quantization(whole, checkpoint, speculative.draft_quantize, "draft_quantize")
     whole = with_expert_storage(whole, "auto", placement.draft(whole))
     cfg = draft_model.drafts_for(whole, target)
     whole_specs = models.family(whole).param_specs(whole)

@@ -17,7 +17,7 @@ from jaxspec import models
 from jaxspec.cache.pool_sizes import demand
 from jaxspec.commands import plan as script
 from jaxspec.config import CacheGroup, EngineConfig, Ops, SpeculativeConfig
-from jaxspec.config.quantization import Quantize
+from jaxspec.config.quantization import Quantize, is_while_loading
 from jaxspec.drafts import mtp
 from jaxspec.engine.buckets import Buckets
 from jaxspec.loading.conversion import convert_checkpoint
@@ -239,6 +239,15 @@ def test_a_head_may_be_quantised_in_the_plan(tmp_path: Path) -> None:
         )
         sizes.append(plan.draft_weights)
     assert 0.5 * sizes[0] < sizes[1] < 0.6 * sizes[0]
+
+
+@pytest.mark.parametrize("form", [None, "fp8"])
+def test_a_smaller_model_may_be_quantised_in_the_plan(form: Quantize | None) -> None:
+    target = models.config_from_hf(script.config_of(NAMES[0]))
+    given = SpeculativeConfig(NAMES[0], "draft_model", draft_quantize=form)
+    draft = script.read_draft(NAMES[0], target, given)
+    assert is_while_loading(draft.model.quantization, form) == (form is not None)
+    assert (draft.model.quantization is None) == (form is None)
 
 
 def test_the_plan_reads_the_dtype_of_a_drafts_caches_from_its_checkpoint(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from jax.sharding import AbstractMesh
 from safetensors.numpy import save_file
 
 from jaxspec import models
-from jaxspec.config import ConfigError
+from jaxspec.config import ConfigError, SpeculativeConfig
 from jaxspec.config.ops import REFERENCE_OPS
 from jaxspec.config.quantization import BLOCK, Fp8Form, Int4Form, Quantization
 from jaxspec.engine.first_logits import largest_weight
@@ -25,7 +25,7 @@ from jaxspec.layers.params import Weight, init_random, is_spec, joined, matrix, 
 from jaxspec.layers.products import project
 from jaxspec.layers.quantized import files, stored
 from jaxspec.loading.conversion import convert_checkpoint
-from jaxspec.loading.model import load_target
+from jaxspec.loading.model import load_draft, load_target
 from jaxspec.loading.weights import check_cuts
 from jaxspec.parallel.layout import Placement
 from jaxspec.parallel.mesh import MODEL
@@ -407,6 +407,18 @@ def test_scales_of_another_dtype_than_the_config_says_are_kept(
     _, found = load_target(quantized.with_dtype(out, "bfloat16"), jnp.float32)
     assert found["layers"][0]["down_proj"].scales.dtype == jnp.float16
     jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
+@pytest.mark.parametrize("method", ["eagle", "eagle3", "draft_model"])
+def test_scales_of_a_draft_are_kept_too(method: str, source: Path, tmp_path: Path) -> None:
+    if method == "draft_model":
+        draft = quantized.awq(source, tmp_path / "draft")
+    else:
+        draft = quantized.four_bit_head(tmp_path, "awq", method=method)
+    settings = SpeculativeConfig(str(quantized.with_dtype(draft, "bfloat16")), method)
+    _, found = load_draft(draft, *load_target(source, jnp.float32), settings, jnp.float32)
+    weight = found["layers"][0]["down_proj"] if method == "draft_model" else found["fc"]
+    assert weight.scales.dtype == jnp.float16
 
 
 def test_scales_of_several_dtypes_are_not_rounded(source: Path, tmp_path: Path) -> None:
