@@ -14,6 +14,7 @@ gguf_metadata       its values, of types that are checked
 gguf_tokenizer      a GGUF's metadata -> tokenizer.json
 gguf_sentencepiece  the tokenizer of a SentencePiece vocabulary
 shards              safetensors files, one or several with an index
+new_folder          a folder of new files, which appears whole or not at all
 conversion          a checkpoint of plain weights -> a quantised one
 head_conversion     a draft head of plain weights -> one in float8, and back
 checkpoint          an opened folder: config.json and lazily read tensors

@@ -7,17 +7,14 @@ product that reads it, does not take.
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
-import tempfile
 from collections.abc import Container, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 import jax
 import numpy as np
-from safetensors import SafetensorError
 
 from jaxspec import models
 from jaxspec.config import ConfigError
@@ -30,6 +27,7 @@ from jaxspec.layers.quantized.table import experts_fit, is_experts, modules_of
 from jaxspec.loading.cache import MARKER
 from jaxspec.loading.checkpoint import INDEX, SINGLE, Checkpoint, open_checkpoint
 from jaxspec.loading.model import check_counts
+from jaxspec.loading.new_folder import new_folder
 from jaxspec.loading.shards import write_json, write_shards
 from jaxspec.loading.weight_checks import check_finite
 from jaxspec.loading.weights import check_shapes
@@ -98,41 +96,15 @@ def write_converted(
     quantization: the quantization_config of the new config; None for plain weights
     copies:       whether the other files come too
     """
-    temp = _new_folder(out)
-    try:
+    with new_folder(out, "the weights") as folder:
         if copies:
-            _copy_files(checkpoint.path, temp)
+            _copy_files(checkpoint.path, folder)
         config = dict(checkpoint.config)
         config.pop("quantization_config", None)
         if quantization is not None:
             config["quantization_config"] = quantization
-        write_json(temp / "config.json", config)
-        write_shards(temp, tensors)
-        for path in (temp, *temp.iterdir()):  # mkdtemp and safetensors let the owner alone read
-            path.chmod(0o755 if path.is_dir() else 0o644)
-        temp.rename(out)
-    except (OSError, SafetensorError) as e:
-        shutil.rmtree(temp, ignore_errors=True)
-        reason = e.strerror if isinstance(e, OSError) and e.strerror else str(e).splitlines()[0]
-        raise ConfigError(f"{out}: expected room to write the weights, got {reason}") from e
-    except BaseException:
-        shutil.rmtree(temp, ignore_errors=True)
-        raise
-
-
-def _new_folder(out: Path) -> Path:
-    """Return a temporary folder beside `out`; ConfigError if that exists or cannot be made."""
-    try:
-        if os.path.lexists(out):  # a link that leads nowhere too
-            raise ConfigError(
-                f"{out}: expected a folder that does not exist yet, got one that does"
-            )
-        out.parent.mkdir(parents=True, exist_ok=True)
-        return Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
-    except OSError as e:
-        raise ConfigError(
-            f"{out}: expected a folder that can be made, got {e.strerror or e}"
-        ) from e
+        write_json(folder / "config.json", config)
+        write_shards(folder, tensors)
 
 
 def product_modules(checkpoint: Checkpoint, form: Form) -> tuple[dict[str, Shape], Container[str]]:

@@ -6,20 +6,18 @@ The folder has dequantised safetensors, config.json and the tokenizer's files.
 from __future__ import annotations
 
 import math
-import shutil
-import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from gguf.quants import dequantize
-from safetensors import SafetensorError
 
 from jaxspec import models
 from jaxspec.config import ConfigError
 from jaxspec.loading.gguf_header import GGUFHeader, read_header
 from jaxspec.loading.gguf_tokenizer import read_vocabulary, write_tokenizer
+from jaxspec.loading.new_folder import new_folder
 from jaxspec.loading.shards import write_json, write_shards
 from jaxspec.loading.weights import check_shapes
 
@@ -52,39 +50,20 @@ def convert_gguf(gguf_path: str | Path, out_dir: str | Path) -> Path:
     computes in. ConfigError for anything that would change the maths.
     """
     gguf_path, out_dir = Path(gguf_path), Path(out_dir)
-    if out_dir.exists():
-        raise ConfigError(
-            f"{out_dir}: expected a folder that does not exist yet, got one that does"
-        )
     header = read_header(gguf_path)
     vocabulary = read_vocabulary(header.metadata)
     config = hf_config(header, vocabulary.special)
     check_tensors(header, config, len(vocabulary.ids))
-    out_dir.parent.mkdir(parents=True, exist_ok=True)
-    temp = Path(tempfile.mkdtemp(prefix=f".{out_dir.name}-", dir=out_dir.parent))
-    try:
-        write_tokenizer(header.metadata, vocabulary, temp)
-        write_json(temp / "config.json", config)
+    size = sum(4 * math.prod(t.shape) for t in header.tensors.values())
+    with new_folder(out_dir, f"{size / 1e9:.1f} GB of converted weights") as folder:
+        write_tokenizer(header.metadata, vocabulary, folder)
+        write_json(folder / "config.json", config)
         ids = [vocabulary.special[kind] for kind in ("eos", "eot") if kind in vocabulary.special]
         write_json(
-            temp / "generation_config.json",
+            folder / "generation_config.json",
             {"bos_token_id": config["bos_token_id"], "eos_token_id": list(dict.fromkeys(ids))},
         )
-        write_shards(temp, hf_tensors(header, config))
-        for path in (temp, *temp.iterdir()):  # mkdtemp and safetensors let the owner alone read
-            path.chmod(0o755 if path.is_dir() else 0o644)
-        temp.rename(out_dir)
-    except (OSError, SafetensorError) as e:
-        shutil.rmtree(temp, ignore_errors=True)
-        size = sum(4 * math.prod(t.shape) for t in header.tensors.values())
-        reason = e.strerror if isinstance(e, OSError) and e.strerror else str(e).splitlines()[0]
-        raise ConfigError(
-            f"{out_dir}: expected room to write {size / 1e9:.1f} GB of converted weights, "
-            f"got {reason}"
-        ) from e
-    except BaseException:
-        shutil.rmtree(temp, ignore_errors=True)
-        raise
+        write_shards(folder, hf_tensors(header, config))
     return out_dir
 
 

@@ -224,6 +224,12 @@ def test_an_existing_folder_is_not_overwritten(write_gguf, tmp_path):
         convert_gguf(write_gguf(), tmp_path)
 
 
+def test_a_folder_that_cannot_be_made_is_one_sentence(write_gguf, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="expected a folder that can be made, got File exists"):
+        convert_gguf(write_gguf(), tmp_path / "file" / "out")
+
+
 def test_others_may_read_the_result(write_gguf, tmp_path):
     out = convert_gguf(write_gguf(), tmp_path / "out")
     assert all(p.stat().st_mode & stat.S_IROTH for p in (out, *out.iterdir()))
