@@ -1,9 +1,9 @@
 """The methods of drafting: their names, the options that each reads, and the checks of those.
 
-OPTIONS has each method's options, which are fields of SpeculativeConfig. ADVICE says what to set
-where a method has an option's effect from elsewhere. Values are checked by kind (SWITCHES,
-POSITIVE) or by a function of CHECKS. SpeculativeConfig itself checks formats and lists, which have
-functions of their own.
+OPTIONS has each method's options, which are fields of SpeculativeConfig. HELD_BY_DRAFT has those
+that the draft's config keeps. ADVICE says what to set where a method has an option's effect from
+elsewhere. Values are checked by kind (SWITCHES, POSITIVE) or by a function of CHECKS.
+SpeculativeConfig itself checks formats and lists, which have functions of their own.
 """
 
 from __future__ import annotations
@@ -44,6 +44,24 @@ OPTIONS: Mapping[str, tuple[str, ...]] = {
         "suffix_decoding_max_spec_factor",
         "suffix_decoding_min_token_prob",
     ),
+}
+# Options that loading writes into the draft's config, and the field of that config. A draft that is
+# loaded already has its own values, so others are refused beside it. Of the rest, draft_quantize is
+# compared with the form of the draft's weights, and the engine reads the others.
+HELD_BY_DRAFT: Mapping[str, str] = {
+    "eagle_aux_hidden_state_layer_ids": "aux_layers",
+    "norm_before_residual": "norm_before_residual",
+    "norm_before_fc": "norm_before_fc",
+    "fc_norm": "fc_norm",
+    "norm_output": "norm_output",
+    "draft_sliding_window": "sliding_window",
+    "draft_confidence_threshold": "confidence_threshold",
+    "mtp_zero_first_embedding": "zero_first_embedding",
+    "prompt_lookup_max": "lookup_max",
+    "prompt_lookup_min": "lookup_min",
+    "suffix_decoding_max_tree_depth": "max_tree_depth",
+    "suffix_decoding_max_spec_factor": "max_spec_factor",
+    "suffix_decoding_min_token_prob": "min_token_prob",
 }
 # What to do instead of setting an option that a method does not read; the end of a message.
 ADVICE: Mapping[str, Mapping[str, str]] = {

@@ -25,7 +25,7 @@ from jaxspec.config import (
     items_of,
     shown,
 )
-from jaxspec.config.draft_methods import OPTIONS
+from jaxspec.config.draft_methods import HELD_BY_DRAFT, OPTIONS
 from jaxspec.config.keys import ENGINE, own_keys
 from jaxspec.config.quantization import (
     WHILE_LOADING,
@@ -63,23 +63,6 @@ OWN_KEYWORDS = (
 
 # Fields of EngineConfig for which None is the default in vLLM, and no value here.
 NONE_IS_DEFAULT = ("max_num_seqs", "block_size", "enable_prefix_caching")
-# Options of SpeculativeConfig that loading writes into the draft's config, and the field of that
-# config.
-HELD_BY_DRAFT = {
-    "eagle_aux_hidden_state_layer_ids": "aux_layers",
-    "norm_before_residual": "norm_before_residual",
-    "norm_before_fc": "norm_before_fc",
-    "fc_norm": "fc_norm",
-    "norm_output": "norm_output",
-    "draft_sliding_window": "sliding_window",
-    "draft_confidence_threshold": "confidence_threshold",
-    "mtp_zero_first_embedding": "zero_first_embedding",
-    "prompt_lookup_max": "lookup_max",
-    "prompt_lookup_min": "lookup_min",
-    "suffix_decoding_max_tree_depth": "max_tree_depth",
-    "suffix_decoding_max_spec_factor": "max_spec_factor",
-    "suffix_decoding_min_token_prob": "min_token_prob",
-}
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from jaxspec import LLM, ConfigError, EngineConfig, SpeculativeConfig
-from jaxspec.config.draft_methods import OPTIONS
+from jaxspec.config.draft_methods import HELD_BY_DRAFT, OPTIONS
 from jaxspec.drafts.ngram import NgramConfig
 from jaxspec.drafts.suffix import SuffixConfig
 from tests.config.test_speculative import OTHER_VALUES
@@ -65,6 +65,13 @@ OWN: dict[tuple[str, str], Any] = {
     ("ngram", "prompt_lookup_max"): 3,
     ("ngram", "prompt_lookup_min"): 1,
 }
+
+
+def test_every_option_is_the_drafts_or_the_engines() -> None:
+    """A new option that is neither would have no effect beside a loaded draft."""
+    settled = {*HELD_BY_DRAFT, "draft_quantize"}
+    assert settled.isdisjoint(BY_ENGINE)
+    assert settled | {*BY_ENGINE} == {name for names in OPTIONS.values() for name in names}
 
 
 @pytest.mark.parametrize(("method", "option"), SETTLED)
