@@ -25,7 +25,7 @@ from jaxspec import LLM, ConfigError, EngineConfig, SpeculativeConfig, drafts, m
 from jaxspec.config import REFERENCE_OPS, AttentionConfig
 from jaxspec.drafts.families import layered
 from jaxspec.layers.params import Weight, init_random
-from jaxspec.loading.model import bind_draft
+from jaxspec.loading.binding import bind_draft
 from jaxspec.tools import prompts, report
 from jaxspec.tools.acceptance import show
 from jaxspec.tools.acceptance.rounds import Corrupt, Counts, Pair, Recorder, Requests

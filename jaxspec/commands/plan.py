@@ -31,7 +31,7 @@ from jaxspec.drafts import (
 )
 from jaxspec.loading.checkpoint import open_checkpoint
 from jaxspec.loading.default_target import NAME, is_default_target
-from jaxspec.loading.model import has_experts, with_expert_storage
+from jaxspec.loading.model import expert_storage, has_experts, with_expert_storage
 from jaxspec.loading.pair import with_draft_quantize, with_k
 from jaxspec.loading.resolve import as_path, own_drafts, read_config
 from jaxspec.tools.cli import command, option
@@ -94,7 +94,7 @@ def main(
     target_cfg = quantized(target_cfg, form_while_loading(config.quantize, own), own)
     kv_cache_dtype = own_cache_dtype(config.kv_cache_dtype, target_cfg)
     config = replace(config, kv_cache_dtype=kv_cache_dtype)
-    if dequantised and getattr(target_cfg, "mxfp4", None) is None:
+    if dequantised and expert_storage(target_cfg) is None:
         raise ConfigError("--dequantised: expected a target with MXFP4 weights, got one without")
     check_method(speculative.method)
     draft_cfg, proposals = None, {}

@@ -15,8 +15,9 @@ from jaxspec.doctor.texts import Target
 from jaxspec.drafts import Eagle3Config, EagleConfig
 from jaxspec.drafts.head_layout import is_speculators
 from jaxspec.layers.params import Params
+from jaxspec.loading.binding import bind_draft
 from jaxspec.loading.checkpoint import Checkpoint, open_checkpoint
-from jaxspec.loading.model import bind_draft, head_config, table_tensors
+from jaxspec.loading.model import head_config, table_tensors
 from jaxspec.loading.weights import load_params
 
 AUX, NORMS, ROPE, WINDOW = "aux layer ids", "norm switch", "rope", "window"

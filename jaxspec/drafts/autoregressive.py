@@ -221,7 +221,7 @@ def propose(
 ) -> DraftCarry:
     """Draft K tokens per request, with their logits where the rejection rule reads them.
 
-    params are the draft's, with the arrays that it shares with the target (loading.bind_draft).
+    params are the draft's, with the arrays that it shares with the target (loading.binding).
     buffers replaces the preallocated arrays (tests poison them). K = 1 traces no loop.
     """
     carry = first_step(cfg, params, inputs, caches, buffers)

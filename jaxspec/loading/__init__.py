@@ -23,6 +23,7 @@ quantized           the tensors of a quantised checkpoint, as tables name them
 card                what a checkpoint's README.md names as its base model
 weight_checks       weights that no model can have
 weights             tensors -> a pytree of jax arrays, strictly
+binding             a draft's weights -> those bound to a target, whose weights they share
 model               a folder -> a target, or a draft bound to its target
 chat                chats as callers write them, and as templates read them
 template_limits     time and size of a chat template's rendering

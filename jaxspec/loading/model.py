@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Container, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 import jax
-import numpy as np
 
 from jaxspec import drafts, models
 from jaxspec.config import ConfigError, SpeculativeConfig, is_int, shown
@@ -23,13 +22,13 @@ from jaxspec.config.quantization import (
 from jaxspec.config.reading import values_as_sentences
 from jaxspec.drafts import draft_model
 from jaxspec.layers.mxfp4 import BLOCK
-from jaxspec.layers.params import Params, cut, is_spec, vector
+from jaxspec.layers.params import Params, cut, is_spec
 from jaxspec.layers.quantized.table import QuantizedSpec
+from jaxspec.loading.binding import bind_draft, bind_draft_model, read_draft_to_target
 from jaxspec.loading.checkpoint import Checkpoint, open_checkpoint
 from jaxspec.loading.fp8 import with_scales
 from jaxspec.loading.quantized import stored_tensors, with_stored_scales
 from jaxspec.loading.weights import LazyTensor, load_params
-from jaxspec.models.decoder import lm_head
 from jaxspec.parallel.layout import ONE_PLACE, Layout, Placement
 
 log = logging.getLogger(__name__)
@@ -52,12 +51,12 @@ def load_target(
     checkpoint = open_checkpoint(folder)
     check_counts(checkpoint.config, len(checkpoint.tensors), str(folder))
     cfg: Any = with_quantization(models.config_from_hf(checkpoint.config), checkpoint, quantize)
-    if mxfp4 != "auto" and getattr(cfg, "mxfp4", None) is None:
+    if mxfp4 != "auto" and expert_storage(cfg) is None:
         raise ConfigError(
             f"mxfp4 {mxfp4!r}: expected a target with MXFP4 weights, got none in {folder}"
         )
     cfg = with_expert_storage(cfg, mxfp4, placement.target(cfg))
-    if mxfp4 == "auto" and getattr(cfg, "mxfp4", None) == "dequantised":
+    if mxfp4 == "auto" and expert_storage(cfg) == "dequantised":
         log.warning(
             "MXFP4 experts are dequantised, in four times the memory, because a device's piece of "
             f"each expert is not a whole number of blocks of {BLOCK}; enable_expert_parallel=True "
@@ -126,13 +125,18 @@ def has_plain_experts(specs: Params) -> bool:
     )
 
 
+def expert_storage(cfg: Any) -> str | None:
+    """Return how a target keeps MXFP4 experts; None if its checkpoint has none."""
+    return getattr(cfg, "mxfp4", None)
+
+
 def with_expert_storage(cfg: Any, mxfp4: str, layout: Layout) -> Any:
     """Return a target's config that says how MXFP4 experts are kept; others stay as they are.
 
     mxfp4: "packed" keeps them as they are stored, "dequantised" does not. "auto" keeps them unless
         devices share the width of each expert, and a piece is not a whole number of blocks.
     """
-    if getattr(cfg, "mxfp4", None) is None:
+    if expert_storage(cfg) is None:
         return cfg
     if mxfp4 == "auto":
         width = layout.piece_width(cfg.moe.intermediate_size, "expert_mlp")
@@ -193,7 +197,7 @@ def load_draft(
         ignore=ignore,
         source=f"{cfg.method} draft {folder}",
     )
-    draft_to_target = _draft_to_target(cfg, checkpoint.tensors, str(folder))
+    draft_to_target = read_draft_to_target(cfg, checkpoint.tensors, str(folder))
     return cfg, bind_draft(cfg, params, target_params, draft_to_target, placement)
 
 
@@ -257,103 +261,6 @@ def load_draft_model(
     return cfg, bind_draft_model(cfg, params, placement)
 
 
-def bind_draft_model(
-    cfg: drafts.DraftModelConfig, params: Params, placement: Placement = ONE_PLACE
-) -> Params:
-    """Return an independent model's weights, with vocabulary maps if the target's is wider."""
-    if not cfg.maps_vocabulary:
-        return params
-    ids = np.arange(cfg.draft_vocab_size)
-    return {**params, **vocabulary_maps(cfg, ids, placement.draft(cfg))}
-
-
 def has_confidence(cfg: drafts.DraftConfig) -> bool:
     """Return whether a draft predicts the acceptance of its tokens."""
     return getattr(cfg, "has_confidence", False)
-
-
-def bind_draft(
-    cfg: drafts.LayeredConfig,
-    params: Params,
-    target_params: Params,
-    draft_to_target: np.ndarray | None,
-    placement: Placement = ONE_PLACE,
-) -> Params:
-    """Return a draft's own weights, those that it shares with the target, and vocabulary maps.
-
-    draft_to_target: int [draft_vocab], each draft id's target id (not d2t's offset); None if they
-        are the same.
-
-    Shares the target's embed_tokens and lm_head, without copies, unless the draft has its own. With
-    a map, adds int32 draft_to_target [draft_vocab] and target_to_draft [vocab], which is -1 where
-    a target id has no draft id.
-    """
-    bound: dict[str, Any] = {**params, **shared_weights(cfg, params, target_params)}
-    if cfg.maps_vocabulary:
-        assert draft_to_target is not None
-        bound |= vocabulary_maps(cfg, draft_to_target, placement.draft(cfg))
-    return bound
-
-
-def vocabulary_maps(
-    cfg: drafts.LayeredConfig, draft_to_target: np.ndarray, layout: Layout
-) -> dict[str, jax.Array]:
-    """Return bind_draft's draft_to_target and target_to_draft."""
-    target_to_draft = np.full(cfg.vocab_size, -1, np.int32)
-    target_to_draft[draft_to_target] = np.arange(cfg.draft_vocab_size, dtype=np.int32)
-    tables = {
-        "draft_to_target": draft_to_target.astype(np.int32),
-        "target_to_draft": target_to_draft,
-    }
-    return {name: layout.place(table, vector(name, len(table))) for name, table in tables.items()}
-
-
-def shared_weights(
-    cfg: drafts.LayeredConfig, own: Container[str], target_params: Params
-) -> dict[str, Any]:
-    """Return the target's embedding and head, each unless it is among the draft's own weights."""
-    shared: dict[str, Any] = {}
-    if "embed_tokens" not in own:
-        shared["embed_tokens"] = target_params["embed_tokens"]
-    if "lm_head" not in own:
-        shared["lm_head"] = lm_head(target_params, tied=cfg.tied_lm_head)
-    return shared
-
-
-def _draft_to_target(
-    cfg: drafts.LayeredConfig, tensors: Mapping[str, LazyTensor], source: str
-) -> np.ndarray | None:
-    """Return target ids from d2t, checked against t2d's mask.
-
-    d2t holds offsets: target id = draft id + d2t[draft id].
-    """
-    if "d2t" not in tensors:
-        return None
-    size, vocab = cfg.draft_vocab_size, cfg.vocab_size
-    d2t = np.asarray(tensors["d2t"].read())
-    if d2t.shape != (size,) or not np.issubdtype(d2t.dtype, np.integer):
-        raise ConfigError(
-            f"{source}: d2t: expected {size} integers (draft_vocab_size), "
-            f"got {d2t.dtype} {list(d2t.shape)}"
-        )
-    ids = d2t.astype(np.int64) + np.arange(size)
-    if ids.min() < 0 or ids.max() >= vocab or len(np.unique(ids)) != size:
-        raise ConfigError(
-            f"{source}: d2t: expected offsets to {size} different ids below {vocab}, "
-            f"got ids {ids.min()}..{ids.max()}"
-        )
-    if "t2d" in tensors:
-        t2d = np.asarray(tensors["t2d"].read())
-        if t2d.shape != (vocab,) or t2d.dtype != bool or t2d.sum() != size or not t2d[ids].all():
-            raise ConfigError(
-                f"{source}: t2d: expected a bool mask of {vocab} that holds just d2t's {size} ids, "
-                "got one that does not"
-            )
-    if not cfg.maps_vocabulary:
-        if not np.array_equal(ids, np.arange(vocab)):
-            raise ConfigError(
-                f"{source}: d2t: expected the identity in a draft with the target's whole "
-                "vocabulary, got a permutation"
-            )
-        return None
-    return ids

@@ -18,7 +18,7 @@ from jaxspec import drafts, models
 from jaxspec.config import REFERENCE_OPS, Ops
 from jaxspec.layers import op_choice
 from jaxspec.layers.params import Params
-from jaxspec.loading import model
+from jaxspec.loading import binding
 from jaxspec.training import eagle, eagle3
 from jaxspec.training.config import TrainableDraft, TrainConfig
 from jaxspec.training.data import Batch
@@ -118,7 +118,7 @@ def step_counts(cfg: TrainConfig, batch: Batch[jax.Array]) -> jax.Array:
 
 def shared_weights(draft: TrainableDraft, target: Params) -> Params:
     """Return the frozen weights that a draft without its own takes from the target."""
-    return model.shared_weights(draft, drafts.family(draft).param_specs(draft), target)
+    return binding.shared_weights(draft, drafts.family(draft).param_specs(draft), target)
 
 
 def target_ops(pair: TrainingPair, rows: int) -> Ops:

@@ -23,7 +23,7 @@ from jaxspec.drafts import MtpConfig
 from jaxspec.drafts.draft_model import drafts_for
 from jaxspec.drafts.drafter import PromptChunk
 from jaxspec.layers.params import Params, init_random
-from jaxspec.loading.model import bind_draft
+from jaxspec.loading.binding import bind_draft
 from tests.support.families import PAIRS, draft_config, family_model, target_config
 from tests.support.tiny import Model, agreeing_model, random_prompts, sampling_state
 

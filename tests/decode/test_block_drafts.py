@@ -18,7 +18,7 @@ from jaxspec.decode.state import draft_context
 from jaxspec.drafts import DSparkConfig
 from jaxspec.drafts import block as block_module
 from jaxspec.layers.params import init_random
-from jaxspec.loading.model import bind_draft
+from jaxspec.loading.binding import bind_draft
 from tests.decode.test_families_distribution import flattened, joint_statistic
 from tests.support.families import family_model
 from tests.support.slow import slow, slow_unless

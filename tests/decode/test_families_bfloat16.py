@@ -18,7 +18,7 @@ from jaxspec.decode import state as decode_state
 from jaxspec.decode.prefill import prefill
 from jaxspec.decode.round import decode_round
 from jaxspec.layers.params import Params, init_random
-from jaxspec.loading.model import bind_draft
+from jaxspec.loading.binding import bind_draft
 from tests.support.families import PAIRS, draft_config, target_config
 from tests.support.tiny import block_tables, pad_chunk, sampling_state
 

@@ -16,7 +16,7 @@ from jaxspec.config import RoundConfig
 from jaxspec.drafts import Independent, draft_model
 from jaxspec.drafts.drafter import Observation
 from jaxspec.layers.params import Weight, init_random
-from jaxspec.loading.model import bind_draft_model
+from jaxspec.loading.binding import bind_draft_model
 from tests.decode.test_families_distribution import joint_statistic
 from tests.support.families import family_model, target_config
 from tests.support.slow import slow, slow_unless

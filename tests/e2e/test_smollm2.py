@@ -17,7 +17,8 @@ from jaxspec.drafts import eagle
 from jaxspec.drafts.eagle import EagleConfig
 from jaxspec.layers.params import init_random
 from jaxspec.loading import load_tokenizer, resolve
-from jaxspec.loading.model import bind_draft, load_draft, load_target
+from jaxspec.loading.binding import bind_draft
+from jaxspec.loading.model import load_draft, load_target
 from jaxspec.tools.prompts import DEMO
 from tests.support.slow import slow
 

@@ -20,7 +20,7 @@ from jaxspec.drafts import eagle3
 from jaxspec.drafts.eagle3 import Eagle3Config
 from jaxspec.drafts.head_layout import layer_config
 from jaxspec.layers.params import init_random
-from jaxspec.loading.model import bind_draft
+from jaxspec.loading.binding import bind_draft
 from tests.parity.hub_heads import HEADS, HubHead
 from tests.parity.oracles import DraftOracle, edit_config, edit_tensors
 from tests.parity.ours import TARGET, load, shared_weights

@@ -16,7 +16,7 @@ from jaxspec.drafts.draft_model import drafts_for
 from jaxspec.drafts.eagle_llama4 import EagleLlama4Config
 from jaxspec.drafts.mtp_deepseek_v4 import DeepseekV4MtpConfig
 from jaxspec.layers.params import Params, Weight, init_random
-from jaxspec.loading.model import bind_draft, bind_draft_model
+from jaxspec.loading.binding import bind_draft, bind_draft_model
 from tests.support.tiny import HIDDEN, VOCAB, Model
 
 _COMMON = dict(

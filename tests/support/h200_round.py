@@ -24,7 +24,7 @@ from jaxspec.drafts import DraftModelConfig
 from jaxspec.drafts.drafter import PromptChunk
 from jaxspec.drafts.families import layered
 from jaxspec.layers.params import Params, ParamSpec, is_spec
-from jaxspec.loading.model import shared_weights
+from jaxspec.loading.binding import shared_weights
 from jaxspec.parallel.layout import ONE_DEVICE_LAYOUT, Layout
 from jaxspec.sampling.processors.truncation import TruncationState
 from jaxspec.sampling.state import SamplingState

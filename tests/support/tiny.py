@@ -20,7 +20,7 @@ from jaxspec.decode.state import DecodeState
 from jaxspec.drafts import DFlashConfig, DSparkConfig, Eagle3Config, EagleConfig
 from jaxspec.drafts.drafter import PromptChunk
 from jaxspec.layers.params import Weight, init_random
-from jaxspec.loading.model import bind_draft
+from jaxspec.loading.binding import bind_draft
 from jaxspec.models import TargetConfig
 from jaxspec.models.llama import LlamaConfig
 from jaxspec.sampling.processors.truncation import TruncationState

@@ -15,7 +15,7 @@ from jaxspec.config import AttentionConfig, RopeConfig
 from jaxspec.drafts import eagle3
 from jaxspec.drafts.eagle3 import Eagle3Config
 from jaxspec.layers.params import Params, init_random
-from jaxspec.loading.model import bind_draft
+from jaxspec.loading.binding import bind_draft
 
 VOCAB, DRAFT_VOCAB = 96, 40
 TARGET_ATTENTION = AttentionConfig(num_heads=4, num_kv_heads=2, head_dim=8, rope=RopeConfig(1e4))

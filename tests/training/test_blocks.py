@@ -20,7 +20,7 @@ from jaxspec.drafts.dflash import DFlashConfig
 from jaxspec.drafts.drafter import DraftContext, PromptChunk
 from jaxspec.drafts.dspark import DSparkConfig, confidence
 from jaxspec.layers.params import Params, init_random, join, separate
-from jaxspec.loading.model import bind_draft
+from jaxspec.loading.binding import bind_draft
 from jaxspec.models import TargetOutput
 from jaxspec.sampling.state import SamplingState
 from jaxspec.training.anchors import with_anchors

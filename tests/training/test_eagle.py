@@ -16,7 +16,7 @@ from jaxspec.drafts import eagle
 from jaxspec.drafts.autoregressive import DraftInputs, propose
 from jaxspec.layers.context import Pass
 from jaxspec.layers.params import init_random
-from jaxspec.loading.model import bind_draft
+from jaxspec.loading.binding import bind_draft
 from jaxspec.sampling.state import SamplingState
 from jaxspec.training.eagle import forward_steps
 from jaxspec.training.heads import eagle_config

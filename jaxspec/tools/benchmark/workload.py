@@ -57,7 +57,7 @@ from jaxspec.layers.mxfp4 import Mxfp4Spec
 from jaxspec.layers.params import Params, ParamSpec, init_random
 from jaxspec.layers.quantized.table import QuantizedSpec
 from jaxspec.llm import LLM
-from jaxspec.loading.model import bind_draft, bind_draft_model
+from jaxspec.loading.binding import bind_draft, bind_draft_model
 from jaxspec.loading.placement import choose_placement
 from jaxspec.parallel.layout import ONE_DEVICE_LAYOUT, Layout, Placement, put
 from jaxspec.sampling import synthetic
