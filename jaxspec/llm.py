@@ -29,7 +29,7 @@ from jaxspec.config import (
     SpeculativeConfig,
     TargetConfig,
     check_verify_tokens,
-    is_int,
+    is_positive_int,
     items_of,
     shown,
 )
@@ -772,7 +772,7 @@ def _counts(name: str, values: Sequence[int] | None) -> list[int] | None:
     if values is None:
         return None
     listed = items_of(values)
-    if not listed or not all(is_int(value) and value >= 1 for value in listed):
+    if not listed or not all(map(is_positive_int, listed)):
         raise ConfigError(
             f"{name}: expected a list of integers of at least 1 or None, got {shown(values)}"
         )

@@ -14,6 +14,7 @@ from jaxspec.config.reading import (
     MAX_INT32,
     ConfigError,
     check_int32,
+    check_positive_int,
     is_int,
     is_number,
     is_one_of,
@@ -113,11 +114,8 @@ def check_positive(settings: object) -> None:
     """Raise ConfigError for one of POSITIVE that is neither an integer of at least 1 nor none."""
     for name in POSITIVE:
         number = getattr(settings, name)
-        if number is not None and (not is_int(number) or number < 1):
-            raise ConfigError(
-                f"{name}: expected an integer of at least 1 or none, got {shown(number)}"
-            )
-        check_int32(name, number)
+        if number is not None:
+            check_positive_int(name, number, "an integer of at least 1 or none")
 
 
 def check_values(settings: object) -> None:
@@ -166,11 +164,7 @@ def _check_prompt_lookup(longest: int, shortest: int) -> None:
 
 
 def _check_suffix(depth: int, factor: float, least: float) -> None:
-    if not is_int(depth) or depth < 1:
-        raise ConfigError(
-            f"suffix_decoding_max_tree_depth: expected an integer of at least 1, got {shown(depth)}"
-        )
-    check_int32("suffix_decoding_max_tree_depth", depth)
+    check_positive_int("suffix_decoding_max_tree_depth", depth)
     if not (is_number(factor) and factor > 0):
         raise ConfigError(
             f"suffix_decoding_max_spec_factor: expected a number above 0, got {shown(factor)}"

@@ -11,9 +11,10 @@ from jaxspec.config.quantization import OwnMethod, Quantize, settled_quantize
 from jaxspec.config.reading import (
     ConfigError,
     check_int32,
-    is_int,
+    check_positive_int,
     is_number,
     is_one_of,
+    is_positive_int,
     items_of,
     set_field,
     settle_integers,
@@ -124,9 +125,9 @@ class EngineConfig:
             if field.type == "bool":
                 _check_switch(field.name, getattr(self, field.name))
             elif field.type == "int":
-                _check_size(field.name, getattr(self, field.name))
+                check_positive_int(field.name, getattr(self, field.name))
         if self.max_num_batched_tokens is not None:
-            _check_size("max_num_batched_tokens", self.max_num_batched_tokens)
+            check_positive_int("max_num_batched_tokens", self.max_num_batched_tokens)
         _check_blocks(self.num_gpu_blocks_override)
         _check_compilation(self)
         set_field(
@@ -165,18 +166,12 @@ def _check_switch(name: str, value: object) -> None:
         raise ConfigError(f"{name}: expected true or false, got {shown(value)}")
 
 
-def _check_size(name: str, value: Any) -> None:
-    if not is_int(value) or value < 1:
-        raise ConfigError(f"{name}: expected an integer of at least 1, got {shown(value)}")
-    check_int32(name, value)
-
-
 def _check_blocks(blocks: Any) -> None:
     """Check num_gpu_blocks_override."""
     if blocks is None:
         return
     numbers = blocks if isinstance(blocks, tuple) else (blocks,)
-    if not all(is_int(number) and number >= 1 for number in numbers):
+    if not all(map(is_positive_int, numbers)):
         raise ConfigError(
             "num_gpu_blocks_override: expected an integer of at least 1, a tuple of them "
             f"or None, got {shown(blocks)}"
@@ -199,7 +194,7 @@ def _check_compilation(config: EngineConfig) -> None:
     rounds = config.rounds_per_step
     if rounds is None:
         return
-    if not is_int(rounds) or rounds < 1 or (rounds > 1 and config.compilation != "round"):
+    if not is_positive_int(rounds) or (rounds > 1 and config.compilation != "round"):
         raise ConfigError(
             "rounds_per_step: expected None or an integer of at least 1, which is 1 unless "
             f"compilation is 'round', got {shown(rounds)} with compilation {config.compilation!r}"
@@ -220,7 +215,7 @@ def _settled_buckets(config: EngineConfig) -> tuple[int, ...]:
         powers = tuple(1 << i for i in range((most - 1).bit_length() + 1))
         return (most,) if config.batch_invariant else powers
     sizes = items_of(buckets) or []
-    if not all(is_int(size) and size >= 1 for size in sizes):
+    if not all(map(is_positive_int, sizes)):
         sizes = []
     for size in sizes:
         check_int32("batch_buckets", size)

@@ -72,7 +72,7 @@ def read_int(
         raise ConfigError(
             f"config.json: expected {key} to be an integer of at least {least}, got {shown(value)}"
         )
-    most = MOST.get(key, 2**31 - 1)
+    most = MOST.get(key, MAX_INT32)
     if value > most:
         raise ConfigError(
             f"config.json: expected {key} to be an integer of at most {most}, got {shown(value)}"
@@ -165,6 +165,21 @@ def is_int(x: object) -> bool:
     if type(x) is int:  # an abstract class takes isinstance ten times as long
         return True
     return isinstance(x, numbers.Integral) and not isinstance(x, bool)
+
+
+def is_positive_int(x: Any) -> bool:
+    """Whether x is an integer of at least 1."""
+    return is_int(x) and x >= 1
+
+
+def check_positive_int(name: str, value: object, kind: str = "an integer of at least 1") -> None:
+    """Raise ConfigError unless a value is an integer from 1 to MAX_INT32.
+
+    kind: what is expected, in the message
+    """
+    if not is_positive_int(value):
+        raise ConfigError(f"{name}: expected {kind}, got {shown(value)}")
+    check_int32(name, value)
 
 
 def check_int32(name: str, value: object) -> None:

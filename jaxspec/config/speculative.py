@@ -23,6 +23,7 @@ from jaxspec.config.quantization import OwnMethod, Quantize, settled_quantize
 from jaxspec.config.reading import (
     ConfigError,
     check_int32,
+    check_positive_int,
     is_int,
     is_number,
     set_field,
@@ -277,11 +278,8 @@ def _settle_list(
 
 
 def _check_number(K: int | None) -> None:
-    if K is not None and (not is_int(K) or K < 1):
-        raise ConfigError(
-            f"num_speculative_tokens: expected an integer of at least 1, got {shown(K)}"
-        )
-    check_int32("num_speculative_tokens", K)
+    if K is not None:
+        check_positive_int("num_speculative_tokens", K)
 
 
 def _settled_schedule(config: SpeculativeConfig) -> tuple[tuple[int, int, int], ...]:

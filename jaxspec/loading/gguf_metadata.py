@@ -9,7 +9,7 @@ from typing import TypeVar
 import numpy as np
 
 from jaxspec.config import ConfigError
-from jaxspec.config.reading import is_number
+from jaxspec.config.reading import MAX_INT32, is_number
 
 # An array of strings is a list, an array of numbers or booleans is a view of the file.
 Value = int | float | bool | str | list[str] | np.ndarray
@@ -22,7 +22,6 @@ KINDS = {
     list: "an array of strings",
     np.ndarray: "an array of numbers",
 }
-MOST = 2**31 - 1  # of any size or id: jax's integers have 32 bits
 
 
 @dataclass(frozen=True)
@@ -62,8 +61,8 @@ class Metadata:
         value = self.read(key, int)
         if value is None:
             value = self.need(key, int) if default is None else default
-        if not 1 <= value <= MOST:
-            raise self.wrong(key, f"an integer from 1 to {MOST}")
+        if not 1 <= value <= MAX_INT32:
+            raise self.wrong(key, f"an integer from 1 to {MAX_INT32}")
         return value
 
     def positive(self, key: str, default: float | None = None) -> float:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxspec.config import ConfigError, is_int, shown
-from jaxspec.config.reading import check_unicode
+from jaxspec.config.reading import MAX_INT32, check_unicode
 from jaxspec.loading.chat import PLAIN_CHAT, ChatOptions, template_messages
 from jaxspec.loading.checkpoint import read_json
 
@@ -131,7 +131,7 @@ def eos_token_ids(folder: Path, tokenizer_eos: int | None) -> tuple[int, ...]:
         if value is None:
             continue
         values = value if isinstance(value, list) else [value]
-        if not all(is_int(i) and 0 <= i < 2**31 for i in values):
+        if not all(is_int(i) and 0 <= i <= MAX_INT32 for i in values):
             raise ConfigError(
                 f"{folder / name}: expected eos_token_id to be an id or a list of ids, "
                 f"got {shown(value)}"

@@ -11,17 +11,18 @@ from jaxspec.config import (
     ConfigError,
     is_int,
     is_number,
+    is_positive_int,
     items_of,
     settle_integers,
     shown,
 )
 from jaxspec.config.keys import SAMPLING, checks_keywords, own_keys
+from jaxspec.config.reading import MAX_INT32, check_int32
 from jaxspec.config.settings import setting
 from jaxspec.sampling import limits
 
 MAX_LOGPROBS = 20  # alternatives of a token at most; vLLM's default limit
-MAX_INT32 = 2**31 - 1  # the device's counts are int32
-MAX_TEMPERATURE = 3.4e38  # and its temperatures float32
+MAX_TEMPERATURE = 3.4e38  # the device's temperatures are float32
 
 
 @checks_keywords(SAMPLING)
@@ -205,7 +206,7 @@ class SamplingParams:
                 )
 
     def _check_counts(self) -> None:
-        if not is_int(self.top_k) or not -1 <= self.top_k < 2**31:
+        if not is_int(self.top_k) or not -1 <= self.top_k <= MAX_INT32:
             raise ConfigError(
                 "top_k: expected an integer from 0 to 2**31 - 1 (0 or -1: off), "
                 f"got {shown(self.top_k)}"
@@ -213,7 +214,7 @@ class SamplingParams:
         if self.seed is not None and (not is_int(self.seed) or not -(2**63) <= self.seed < 2**64):
             raise ConfigError(f"seed: expected a 64-bit integer or None, got {shown(self.seed)}")
         most = self.max_tokens
-        if most is not None and (not is_int(most) or most < 1):
+        if most is not None and not is_positive_int(most):
             raise ConfigError(
                 f"max_tokens: expected an integer of at least 1 or None, got {shown(most)}"
             )
@@ -225,10 +226,7 @@ class SamplingParams:
             raise ConfigError(
                 f"min_tokens: expected an integer of at least 0, got {shown(self.min_tokens)}"
             )
-        if self.min_tokens > MAX_INT32:
-            raise ConfigError(
-                f"min_tokens: expected at most 2**31 - 1, got {shown(self.min_tokens)}"
-            )
+        check_int32("min_tokens", self.min_tokens)
         for name, least, wanted in (("logprobs", -1, ", -1 for all"), ("prompt_logprobs", 0, "")):
             value = getattr(self, name)
             if value is not None and (not is_int(value) or not least <= value <= MAX_LOGPROBS):
@@ -377,7 +375,7 @@ def _dead_end(words: Sequence[Sequence[int]], left: set[int]) -> Sequence[int] |
 
 def _token_ids(name: str, value: Any) -> tuple[int, ...]:
     listed = _items(name, "a list of token ids", value)
-    if not all(is_int(t) and 0 <= t < 2**31 for t in listed):
+    if not all(is_int(t) and 0 <= t <= MAX_INT32 for t in listed):
         raise ConfigError(f"{name}: expected token ids from 0 to 2**31 - 1, got {shown(value)}")
     return tuple(int(t) for t in listed)
 
@@ -387,7 +385,7 @@ def _biases(value: Any) -> dict[int, float]:
         raise ConfigError(f"logit_bias: expected numbers by token id, got {shown(value)}")
     biases = dict(value or {})
     for token, bias in biases.items():
-        if not is_int(token) or not 0 <= token < 2**31:
+        if not is_int(token) or not 0 <= token <= MAX_INT32:
             raise ConfigError(
                 f"logit_bias: expected token ids from 0 to 2**31 - 1, got {shown(token)}"
             )

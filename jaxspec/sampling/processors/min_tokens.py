@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
+from jaxspec.config.reading import MAX_INT32
 from jaxspec.sampling.params import (
-    MAX_INT32,
     SamplingParams,
     end_token_ids,
     most_end_token_ids,
