@@ -8,7 +8,8 @@ the context of accepted tokens and the next block overwrite them, as happens to 
 
 Then lax.fori_loop draws a token after the other. Step i may correct the logits of row i by the
 draft before it, so q is exact: each column holds the logits that its token was drawn from. The
-corrected logits take the place of the head's, in the same array, if the proposal keeps them.
+corrected logits take the place of the head's, in the same array, if the proposal keeps them. A step
+of a greedy round that keeps none may have its token from one kernel (BlockFamily.greedy_draft).
 
 A confidence head may end a request's drafts. Its chance of draft i depends on row i and the drafts
 before i, so the decision falls before draft i is drawn. Given these drafts, the presence of an i-th
@@ -39,7 +40,7 @@ from jaxspec.cache.metadata import (
 )
 from jaxspec.config import Ops, RoundConfig
 from jaxspec.drafts import families
-from jaxspec.drafts.columns import draw_token, empty_tokens, write_column
+from jaxspec.drafts.columns import draw_token, empty_tokens, target_token, write_column
 from jaxspec.drafts.drafter import (
     DraftContext,
     DraftPart,
@@ -188,16 +189,23 @@ def draw_step(
         lax.dynamic_index_in_dim, index=step, axis=1, keepdims=False, allow_negative_indices=False
     )
     base = carry.proposal.draft_logits if base is None else base
+    assert base is not None
     row = column(hidden)
     chance, num_proposed = carry.chance, carry.num_proposed
     if chance is not None and num_proposed is not None:  # before the draft exists: see the module
         confidence = families.confident_family(draft).confidence
         chance = chance * confidence(params, draft, row, carry.token)
         num_proposed = num_proposed + (chance >= draft.confidence_threshold).astype(jnp.int32)
-    logits, head_state = family.step_logits(
-        params, draft, column(base), row, carry.token, carry.head_state, cfg.draft_ops
-    )
-    token = draw_token(cfg, params, context, step, logits)
+    drafted, logits, head_state = None, None, carry.head_state
+    if not cfg.sampled and cfg.vocab_shards.is_whole:
+        drafted = family.greedy_draft(params, draft, base, step, carry.token, cfg.draft_ops)
+    if drafted is not None:
+        token = target_token(cfg, params, drafted)
+    else:
+        logits, head_state = family.step_logits(
+            params, draft, column(base), row, carry.token, head_state, cfg.draft_ops
+        )
+        token = draw_token(cfg, params, context, step, logits)
     proposal = write_column(carry.proposal, step, token, logits)
     return BlockCarry(proposal, token, head_state, chance, num_proposed)
 

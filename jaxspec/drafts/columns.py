@@ -85,16 +85,23 @@ def draw_token(
     cfg: RoundConfig, params: Params, inputs: Batch, step: jax.Array | int, logits: jax.Array
 ) -> jax.Array:
     """Draw a step's token [batch] in the target's vocabulary from logits [batch, draft_vocab]."""
-    drafted = draw_draft(cfg, params, inputs, step, logits)
+    return target_token(cfg, params, draw_draft(cfg, params, inputs, step, logits))
+
+
+def target_token(cfg: RoundConfig, params: Params, drafted: jax.Array) -> jax.Array:
+    """Return tokens [batch] of the draft's vocabulary in the target's."""
     if not families.layered(cfg.draft).maps_vocabulary:
         return drafted
     return params["draft_to_target"][drafted]
 
 
 def write_column(
-    proposal: Proposal, step: jax.Array | int, token: jax.Array, logits: jax.Array
+    proposal: Proposal, step: jax.Array | int, token: jax.Array, logits: jax.Array | None
 ) -> Proposal:
-    """Write a token [batch] and its logits [batch, draft_vocab] into column `step`."""
+    """Write a token [batch] and its logits [batch, draft_vocab] into column `step`.
+
+    logits: None for a proposal that keeps none
+    """
     # A step that might be a negative index would be read both before and after the loop increments
     # it, which takes a copy of it.
     into_column = partial(lax.dynamic_update_slice, allow_negative_indices=False)
@@ -102,6 +109,7 @@ def write_column(
     tokens = into_column(proposal.draft_tokens, by_kernel(token)[:, None], (0, step))
     draft_logits = proposal.draft_logits
     if draft_logits is not None:
+        assert logits is not None
         draft_logits = into_column(draft_logits, by_kernel(logits)[:, None], (0, step, 0))
     return Proposal(tokens, draft_logits)
 

@@ -287,6 +287,18 @@ def step_logits(
     return base, None
 
 
+def greedy_draft(
+    params: Params,
+    cfg: DFlashConfig,
+    base: jax.Array,
+    step: jax.Array | int,
+    token: jax.Array,
+    ops: Ops,
+) -> None:
+    """Return None: nothing is added to the logits."""
+    return
+
+
 def canonical_name(name: str) -> str:
     """Return the name without the `model.` that some trainers write before it."""
     return without_prefix(name)

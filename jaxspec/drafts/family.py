@@ -201,6 +201,24 @@ class BlockFamily(HeadFamily, Protocol):
         """
         ...
 
+    def greedy_draft(
+        self,
+        params: Params,
+        cfg: Any,
+        base: jax.Array,
+        step: jax.Array | int,
+        token: jax.Array,
+        ops: Ops,
+    ) -> jax.Array | None:
+        """Return the draft int32 [batch] of the largest logit, of step_logits at `step`.
+
+        None if step_logits has to make the logits first. A head with a head_state returns None.
+
+        base:  [batch, K, draft_vocab], the logits of `logits`, whole on each device
+        token: int32 [batch], the draft's predecessor
+        """
+        ...
+
 
 class ConfidentFamily(BlockFamily, Protocol):
     """A family of blocks whose heads may have a confidence head; others have no threshold."""

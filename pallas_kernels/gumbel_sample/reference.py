@@ -49,11 +49,17 @@ def highest(x: jax.Array) -> Indexed:
     pieces = padded.reshape(x.shape[0], -1, PIECE)
     piece = lax.broadcasted_iota(jnp.int32, pieces.shape, 1)
     index = piece * PIECE + lax.broadcasted_iota(jnp.int32, pieces.shape, 2)
-    best = (pieces, index)
+    return highest_along(highest_along((pieces, index), 2), 1)
+
+
+def highest_along(scores: Indexed, axis: int) -> Indexed:
+    """Return the largest values along an axis, with their indices. Of equal ones the lowest counts.
+
+    scores: values without NaN and the index of each, of one shape
+    """
     lowest = (jnp.float32(-jnp.inf), jnp.int32(np.iinfo(np.int32).max))
-    for axis in (2, 1):
-        best = lax.reduce(best, lowest, _larger, (axis,))
-    return best
+    value, index = lax.reduce(scores, lowest, _larger, (axis,))
+    return value, index
 
 
 def _larger(a: Indexed, b: Indexed) -> Indexed:

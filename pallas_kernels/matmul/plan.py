@@ -289,11 +289,18 @@ def unsupported(product: Product) -> str | None:
     return unfit(product)
 
 
+def unfit_rows(rows: int) -> str | None:
+    """Return why the kernels for few rows cannot take this many, None if they can."""
+    if not 1 <= rows <= MAX_ROWS or (rows > 8 and rows % 8):
+        return f"expected 1 to 8 rows, or a multiple of 8 up to {MAX_ROWS}, got {rows}"
+    return None
+
+
 def unfit(product: Product) -> str | None:
     """Return which shape of the product does not fit the kernel for few rows, None if all do."""
     weights, rows = product.weights, product.rows
-    if not 1 <= rows <= MAX_ROWS or (rows > 8 and rows % 8):
-        return f"expected 1 to 8 rows, or a multiple of 8 up to {MAX_ROWS}, got {rows}"
+    if reason := unfit_rows(rows):
+        return reason
     if product.depth % 64 or any(n % TILE_N for n in product.widths):
         got = f"{product.depth} and {product.widths}"
         return f"expected a depth and widths that are multiples of 64, got {got}"

@@ -24,9 +24,12 @@ pytestmark = [
 
 BATCH, K = 4, 7
 LAUNCHES_OF_A_DRAFT = 9
+# The kernel that finds each block's largest logit, the largest of all, the token's column, and the
+# loop's counter.
+LAUNCHES_OF_A_GREEDY_DRAFT = 4
 
 
-def configured(num_layers: int) -> RoundConfig:
+def configured(num_layers: int, sampled: bool = True) -> RoundConfig:
     dimensions = MODELS["qwen3-8b"]
     target = replace(dimensions.target, num_layers=3)
     draft = DSparkConfig(
@@ -54,15 +57,15 @@ def configured(num_layers: int) -> RoundConfig:
         draft_groups=(GROUP,),
         num_speculative_tokens=K,
         rule="probabilistic",
-        sampled=True,
+        sampled=sampled,
         ops=Ops(**dict.fromkeys(Ops().names(), "mosaic_gpu")),
         cuda_graphs=True,
     )
 
 
 @functools.cache
-def compiled(num_layers: int, batch: int) -> Compiled:
-    return compile_round(configured(num_layers), batch, PAGES)
+def compiled(num_layers: int, batch: int, sampled: bool = True) -> Compiled:
+    return compile_round(configured(num_layers, sampled), batch, PAGES)
 
 
 @pytest.fixture
@@ -87,6 +90,22 @@ def test_the_loop_over_drafts_is_one_while_of_k_trips_of_few_launches(case: Comp
     assert trips == [str(K)] and len(loops) == 1
     launches = body_of(case.round).launches()
     assert launches.total() <= LAUNCHES_OF_A_DRAFT, dict(launches)
+
+
+@pytest.mark.parametrize("batch", [1, BATCH, 64])
+def test_a_greedy_draft_is_four_launches(batch: int) -> None:
+    """No logits are written, and nothing spills."""
+    case = compiled(2, batch, sampled=False)
+    [loop] = [line for line in case.hlo.splitlines() if re.search(r" while\(", line)]
+    assert f'"known_trip_count":{{"n":"{K}"}}' in loop
+    launches = body_of(case.round).launches()
+    assert launches.total() == LAUNCHES_OF_A_GREEDY_DRAFT, dict(launches)
+    name = re.findall(r"body=%([\w.-]+)", loop)[0]
+    body = case.hlo.split(f"\n%{name} (")[1].split("\n}")[0]
+    assert f"f32[{batch},{K},151936]" in body and f"f32[{batch},151936]" not in body
+    assert "markov_argmax_256x151936" in case.ptxas
+    report = h200.stack_and_spills(case.ptxas)
+    assert {(spills, loads) for _, spills, loads in report} == {(0, 0)}
 
 
 @pytest.mark.parametrize("batch", [1, BATCH])

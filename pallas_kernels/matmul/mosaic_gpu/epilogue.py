@@ -47,6 +47,19 @@ def load_gain_and_residual(
         pl.when(finishes)(copy)
 
 
+def by_row(total: jax.Array, halves: Ref) -> jax.Array:
+    """Return a tile of float32 sums [TILE_N, padded rows] as [padded rows, TILE_N].
+
+    Only 16-bit values can be stored transposed: store the halves, and join them by row.
+    """
+    bits = lax.bitcast_convert_type(total, jnp.uint32)
+    halves.at[0].transpose((1, 0))[...] = (bits >> 16).astype(jnp.uint16)
+    halves.at[1].transpose((1, 0))[...] = (bits & 0xFFFF).astype(jnp.uint16)
+    plgpu.commit_smem()
+    upper = halves[0].astype(jnp.uint32) << 16
+    return lax.bitcast_convert_type(upper | halves[1].astype(jnp.uint32), jnp.float32)
+
+
 def finish(
     sizes: Sizes,
     results: Results[Ref],
@@ -87,14 +100,7 @@ def finish(
     if scratch.largest is not None:
         scratch.largest[...] = jnp.max(jnp.abs(total.astype(jnp.float32)), axis=0)
     if scratch.halves is not None:
-        # Only 16-bit values can be stored transposed: store the halves, and join them by row.
-        bits = lax.bitcast_convert_type(total, jnp.uint32)
-        scratch.halves.at[0].transpose((1, 0))[...] = (bits >> 16).astype(jnp.uint16)
-        scratch.halves.at[1].transpose((1, 0))[...] = (bits & 0xFFFF).astype(jnp.uint16)
-        plgpu.commit_smem()
-        upper = scratch.halves[0].astype(jnp.uint32) << 16
-        bits = upper | scratch.halves[1].astype(jnp.uint32)
-        scratch.out[...] = lax.bitcast_convert_type(bits, jnp.float32)
+        scratch.out[...] = by_row(total, scratch.halves)
     else:
         scratch.out.transpose((1, 0))[...] = total
     plgpu.commit_smem()

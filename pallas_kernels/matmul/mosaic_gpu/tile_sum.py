@@ -56,7 +56,7 @@ def multiply(ring: Ring, index: jax.Array, turns: jax.Array) -> Sequence[jax.Arr
 
 def add_up(
     ring: Ring,
-    results: Results[Ref],
+    results: Results[Ref] | None,
     sums: Sequence[jax.Array],
     finishes: jax.Array,
     index: jax.Array,
@@ -66,10 +66,14 @@ def add_up(
     """Run finish(sums of all warpgroups and CTAs) in the warpgroup that finishes the tile.
 
     Warpgroups are added in order, then the CTAs of a cluster. index: of the tile, of tiles_here.
+    results: None if no cluster shares a tile.
     """
     sizes, scratch, block, wg, part = ring.sizes, ring.scratch, ring.block, ring.wg, ring.part
     others = sizes.tuning.warpgroups - 1
-    exchange = cluster_sum.Exchange.of(results, scratch) if sizes.senders else None
+    exchange = None
+    if sizes.senders:
+        assert results is not None
+        exchange = cluster_sum.Exchange.of(results, scratch)
 
     if exchange is not None:
         pl.when(part > 0)(

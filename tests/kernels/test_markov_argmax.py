@@ -1,0 +1,236 @@
+"""A greedy draft of a Markov head: the token that lookup, matmul op, sum and argmax give."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.gumbel_sample.reference import argmax
+from pallas_kernels.markov_argmax import IMPLEMENTATIONS, Inputs, markov_argmax, unsupported
+from pallas_kernels.markov_argmax.shapes import SHAPES, Shape, bytes_moved, make_inputs
+from pallas_kernels.matmul import Inputs as Factors
+from pallas_kernels.matmul import matmul
+from tests.kernels.interpreter import by_implementation, call, interpreted, needs_mosaic
+from tests.support.slow import slow
+
+implementations = by_implementation(IMPLEMENTATIONS)
+
+# Small enough for the interpreter: one, two and three warpgroups, each number of padded rows.
+SMALL = {
+    "one row": Shape(1, 64, 192),
+    "three rows, another W1": Shape(3, 256, 320, tokens=96),
+    "eight rows": Shape(8, 192, 128),
+    "16 rows": Shape(16, 128, 192, steps=2),
+    "24 rows": Shape(24, 64, 128, steps=1),
+    "64 rows": Shape(64, 256, 64, steps=3),
+}
+
+
+def run(inputs: Inputs, implementation: str = "mosaic_gpu") -> np.ndarray:
+    if implementation == "reference":
+        return np.asarray(markov_argmax(inputs))
+    with interpreted():
+        return np.asarray(markov_argmax(inputs, implementation=implementation))
+
+
+def products(inputs: Inputs, implementation: str) -> jax.Array:
+    """W2's part of the logits by the matmul op."""
+    rows = inputs.table[jnp.clip(inputs.token, 0, len(inputs.table) - 1)]
+    factors = Factors(x=rows, weights=(inputs.weight,), out_dtype=jnp.float32)
+    made: Any = matmul(factors, implementation=implementation)
+    return made
+
+
+def separately(inputs: Inputs, implementation: str) -> np.ndarray:
+    """The ops that markov_argmax replaces."""
+    logits = inputs.base[:, inputs.step] + products(inputs, implementation)
+    return np.asarray(argmax(jnp.where(jnp.isnan(logits), -jnp.inf, logits)))
+
+
+def expected(inputs: Inputs, implementation: str) -> np.ndarray:
+    if implementation == "reference":
+        return separately(inputs, implementation)
+    with interpreted():
+        return separately(inputs, implementation)
+
+
+def exact(inputs: Inputs) -> np.ndarray:
+    """W2's part of the logits in float64."""
+    rows = np.asarray(inputs.table, np.float64)[np.asarray(inputs.token)]
+    return rows @ np.asarray(inputs.weight, np.float64)
+
+
+def assert_largest(inputs: Inputs, tokens: np.ndarray) -> None:
+    """No logit in float64 is larger than the token's, but for the rounding of float32 sums."""
+    logits = np.asarray(inputs.base[:, inputs.step], np.float64) + exact(inputs)
+    found = np.take_along_axis(logits, tokens[:, None], 1)
+    assert (found >= logits.max(1, keepdims=True) - 1e-4).all()
+
+
+def of_rounding(inputs: Inputs) -> Inputs:
+    """Base logits that leave nothing of the products but their rounding, with many ties.
+
+    So another order of summation, and another tie, give other tokens.
+    """
+    rest = -exact(inputs).astype(np.float32)
+    return replace(inputs, base=inputs.base.at[:, inputs.step].set(rest))
+
+
+@implementations
+@pytest.mark.parametrize("name", SMALL)
+def test_is_lookup_product_sum_and_argmax_to_the_bit(name: str, implementation: str) -> None:
+    inputs = make_inputs(SMALL[name], seed=len(name))
+    tokens = run(inputs, implementation)
+    assert_largest(inputs, tokens)
+    np.testing.assert_array_equal(tokens, expected(inputs, implementation))
+    inputs = of_rounding(inputs)
+    np.testing.assert_array_equal(run(inputs, implementation), expected(inputs, implementation))
+
+
+def test_what_is_left_of_rounding_has_ties_and_depends_on_the_order() -> None:
+    inputs = of_rounding(make_inputs(SMALL["three rows, another W1"], seed=22))
+    logits = np.asarray(inputs.base[:, inputs.step] + products(inputs, "reference"))
+    backwards = replace(inputs, table=inputs.table[:, ::-1], weight=inputs.weight[::-1])
+    other = np.asarray(inputs.base[:, inputs.step] + products(backwards, "reference"))
+    assert ((logits == logits.max(1, keepdims=True)).sum(1) > 1).any() and (logits != other).any()
+
+
+@needs_mosaic
+@pytest.mark.parametrize("rows", [1, slow(24)])
+@pytest.mark.parametrize("blocks", [1, 2, 3])
+def test_a_block_of_many_tiles_keeps_the_first_of_the_largest(rows: int, blocks: int) -> None:
+    """More tiles than base logits are copied ahead, and fewer slots than tiles of W2."""
+    from pallas_kernels.markov_argmax import mosaic_gpu
+
+    inputs = of_rounding(make_inputs(Shape(rows, 128, 13 * 64), seed=blocks))
+    tuning = mosaic_gpu.tuning_of(mosaic_gpu.product_of(inputs))
+    assert tuning is not None
+    with interpreted():
+        tuning = replace(tuning, blocks=blocks, stages=2)
+        found = np.asarray(mosaic_gpu.markov_argmax(inputs, tuning=tuning))
+    np.testing.assert_array_equal(found, expected(inputs, "mosaic_gpu"))
+
+
+ODD = {
+    "flat": lambda logits: 1.5,
+    "none": lambda logits: -jnp.inf,
+    "NaN": lambda logits: jnp.nan,
+    "NaN and one": lambda logits: jnp.full_like(logits, jnp.nan).at[150].set(-3.0),
+    "NaN and none": lambda logits: jnp.where(jnp.arange(192) % 2 == 0, jnp.nan, -jnp.inf),
+    "infinite": lambda logits: logits.at[jnp.array([70, 190])].set(jnp.inf),
+    "equal in two tiles": lambda logits: logits.at[jnp.array([63, 64, 191])].set(99.0),
+}
+
+
+@implementations
+def test_of_equal_logits_the_first_counts_and_nan_never(implementation: str) -> None:
+    """One of each kind a row, without a Markov term: all are in the base logits."""
+    inputs = make_inputs(Shape(len(ODD), 64, 192), seed=3)
+    base = inputs.base
+    for row, change in enumerate(ODD.values()):
+        base = base.at[row, inputs.step].set(change(base[row, inputs.step]))
+    inputs = replace(inputs, base=base, table=jnp.zeros_like(inputs.table))
+    assert run(inputs, implementation).tolist() == [0, 0, 0, 150, 0, 70, 63]
+
+
+@implementations
+def test_an_id_outside_w1_reads_the_nearest_row(implementation: str) -> None:
+    inputs = make_inputs(Shape(4, 64, 128, tokens=96), seed=1)
+    outside = replace(inputs, token=jnp.array([96, -1, 2**31 - 1, -(2**31)], jnp.int32))
+    nearest = replace(inputs, token=jnp.array([95, 0, 95, 0], jnp.int32))
+    np.testing.assert_array_equal(run(outside, implementation), run(nearest, implementation))
+
+
+FITS = make_inputs(Shape(2, 64, 128, tokens=96), seed=0)
+STRUCT = jax.ShapeDtypeStruct
+DOES_NOT_FIT = {
+    "base, token, table and weight: expected [rows, steps, vocab], [rows], [tokens, rank] and "
+    "[rank, vocab], got (2, 128), (2,), (96, 64), (64, 128)": {
+        "base": STRUCT((2, 128), jnp.float32)
+    },
+    "base: expected float32 [2, 7, 128], got float32 [3, 7, 128]": {
+        "base": STRUCT((3, 7, 128), jnp.float32)
+    },
+    "base: expected float32 [2, 7, 128], got bfloat16 [2, 7, 128]": {
+        "base": STRUCT((2, 7, 128), jnp.bfloat16)
+    },
+    "step: expected int32 [], got int32 [2]": {"step": FITS.token},
+    "token: expected int32 [2], got uint32 [2]": {"token": STRUCT((2,), jnp.uint32)},
+    "table: expected bfloat16 [96, 64], got float32 [96, 64]": {
+        "table": STRUCT((96, 64), jnp.float32)
+    },
+    "table: expected bfloat16 [96, 64], got bfloat16 [96, 32]": {
+        "table": STRUCT((96, 32), jnp.bfloat16)
+    },
+    "implementation: expected one of reference, mosaic_gpu, got 'fast'": {"implementation": "fast"},
+}
+
+
+@pytest.mark.parametrize("message", DOES_NOT_FIT)
+def test_what_does_not_fit_is_an_error(message: str) -> None:
+    with pytest.raises(ValueError) as error:
+        call(markov_argmax, FITS, DOES_NOT_FIT[message])
+    assert str(error.value) == message
+
+
+UNSUPPORTED = {
+    "expected 1 to 8 rows, or a multiple of 8 up to 64, got 65": Shape(65, 64, 64),
+    "expected 1 to 8 rows, or a multiple of 8 up to 64, got 9": Shape(9, 64, 64),
+    "expected bfloat16 operands, got float32 and float32": Shape(1, 64, 64, dtype="float32"),
+    "expected a depth and widths that are multiples of 64, got 64 and (100,)": Shape(1, 64, 100),
+    "expected a depth and widths that are multiples of 64, got 32 and (64,)": Shape(1, 32, 64),
+    "expected W1's rows to fit into shared memory, got 64 of 512 numbers": Shape(64, 512, 64),
+    "expected a rank that one block sums, got 2048": Shape(1, 2048, 64),
+}
+
+
+@needs_mosaic
+@pytest.mark.parametrize("reason", UNSUPPORTED)
+def test_what_the_kernel_cannot_take_it_says(reason: str) -> None:
+    inputs = make_inputs(UNSUPPORTED[reason], seed=0)
+    assert unsupported(inputs) == reason
+    if jax.default_backend() == "cpu":
+        with pytest.raises(ValueError) as error:
+            run(inputs)
+        assert str(error.value) == f"markov_argmax, implementation 'mosaic_gpu': {reason}"
+
+
+@needs_mosaic
+@pytest.mark.parametrize("name", SHAPES)
+def test_the_kernel_takes_real_shapes(name: str) -> None:
+    arrays = jax.eval_shape(lambda: make_inputs(SHAPES[name], seed=0))
+    assert unsupported(arrays) is None
+
+
+def test_the_kernel_needs_a_gpu() -> None:
+    if jax.default_backend() == "gpu":
+        pytest.skip("there is one here")
+    expected = "^markov_argmax, implementation 'mosaic_gpu': expected an NVIDIA GPU, got cpu$"
+    with pytest.raises(ValueError, match=expected):
+        markov_argmax(FITS, implementation="mosaic_gpu")
+
+
+def test_bytes_are_w2_and_each_rows_part_of_w1_logits_and_tokens() -> None:
+    assert bytes_moved(Shape(3, 64, 128)) == 2 * 64 * 128 + 3 * (2 * 64 + 4 * 128 + 8)
+
+
+# ---- on the device
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", SHAPES | SMALL)
+def test_is_lookup_product_sum_and_argmax_to_the_bit_on_the_gpu(name: str) -> None:
+    """At each step of the block, and where tokens depend on the last bits of the products."""
+    shape = (SHAPES | SMALL)[name]
+    inputs = make_inputs(shape, seed=4)
+    for step in range(shape.steps):
+        inputs = replace(inputs, step=jnp.int32(step))
+        np.testing.assert_array_equal(run(inputs), separately(inputs, "mosaic_gpu"))
+    assert_largest(inputs, run(inputs))
+    inputs = of_rounding(inputs)
+    np.testing.assert_array_equal(run(inputs), separately(inputs, "mosaic_gpu"))
