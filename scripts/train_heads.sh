@@ -82,16 +82,18 @@ for written in "$out"/chats*/chats.npz; do chats+=(--chats "$written"); done # t
 
 declare -A shape=(
   [dspark]="--draft-vocab-size 49152 --num-layers 5 --intermediate-size 1536 --markov-rank 64 --aux-layers 2,8,15,21,27 --window 320
-    --block-drafts 7 --mask-token-id 0 --tokens-per-block 8 --confidence-weight 0.2 --tokens-per-batch 65536 --num-speculative-tokens 7"
-  [eagle3]="--intermediate-size 2048 --window 512 --ttt-steps 4 --decay 0.75 --tokens-per-batch 32768"
-  [eagle]="--window 512 --ttt-steps 3 --decay 0.8 --feature-weight 0.2 --tokens-per-batch 16384"
+    --block-drafts 7 --mask-token-id 0 --tokens-per-block 8 --confidence-weight 0.2 --tokens-per-batch 65536 --learning-rate 2e-3
+    --num-speculative-tokens 7"
+  [eagle3]="--intermediate-size 2048 --window 512 --ttt-steps 4 --decay 0.75 --tokens-per-batch 32768 --learning-rate 3e-3"
+  [eagle]="--window 512 --ttt-steps 3 --decay 0.8 --feature-weight 0.2 --tokens-per-batch 16384
+    --learning-rate 3e-3"
 )
 train() { # train METHOD: one head on its GPUs, then its acceptance, then its card
   local method=$1 head=$out/$1/head first=${gpus[$1]%% *} init=() K=3
   [ -n "$dry" ] || init=(--init "checkpoints/smollm2-135m-instruct-$method")
   [ "$method" = dspark ] && K=7
   draft "${gpus[$method]}" "$method.log" $validation train --method "$method" "${chats[@]}" --output "$out/$method" --target-name $name \
-    "${init[@]}" ${shape[$method]} --pack --buckets 512,2048 --optimizer muon --learning-rate 3e-3 --argmax-weight 0.4 --warmup-steps 200 \
+    "${init[@]}" ${shape[$method]} --pack --buckets 512,2048 --optimizer muon --argmax-weight 0.4 --warmup-steps 200 \
     --held-out 1024 --save-seconds 300 --evaluate-minutes 0.3 --max-minutes "$(until_minute "$(awk "BEGIN { print $minutes - $measure_minutes }")")" ||
     return 1
   draft "$first" "$method-measured.log" "${eval:-}" evaluate --method "$method" --head "$head" --output "$out/$method/measured" \
