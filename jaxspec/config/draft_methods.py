@@ -1,9 +1,10 @@
 """The methods of drafting: their names, the options that each reads, and the checks of those.
 
 OPTIONS has each method's options, which are fields of SpeculativeConfig. HELD_BY_DRAFT has those
-that the draft's config keeps. ADVICE says what to set where a method has an option's effect from
-elsewhere. Values are checked by kind (SWITCHES, POSITIVE) or by a function of CHECKS.
-SpeculativeConfig itself checks formats and lists, which have functions of their own.
+that the draft's config keeps. ADVICE says what to set instead, where another setting has an
+option's effect. READERS names what reads an option, for messages. Values are checked by kind
+(SWITCHES, POSITIVE) or by a function of CHECKS. SpeculativeConfig itself checks formats and lists,
+which have functions of their own.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ HELD_BY_DRAFT: Mapping[str, str] = {
 ADVICE: Mapping[str, Mapping[str, str]] = {
     "mtp": {"draft_quantize": "set quantize, which its module follows"},
 }
-# What reads an option that some drafts of its methods lack; of others the methods themselves do.
+# What reads an option, for messages, where not all drafts of its methods do.
 READERS: Mapping[str, str] = {
     "draft_confidence_threshold": "a draft that has a confidence head",
 }

@@ -8,8 +8,8 @@ the context of accepted tokens and the next block overwrite them, as happens to 
 
 Then lax.fori_loop draws a token after the other. Step i may correct the logits of row i by the
 draft before it, so q is exact: each column holds the logits that its token was drawn from. The
-corrected logits take the place of the head's, in the same array, if the proposal keeps them. A step
-of a greedy round that keeps none may have its token from one kernel (BlockFamily.greedy_draft).
+corrected logits take the place of the head's, in the same array, if the proposal keeps them. Greedy
+rounds keep no logits, so one kernel may find a token without them (BlockFamily.greedy_draft).
 
 A confidence head may end a request's drafts. Its chance of draft i depends on row i and the drafts
 before i, so the decision falls before draft i is drawn. Given these drafts, the presence of an i-th
@@ -197,7 +197,7 @@ def draw_step(
         chance = chance * confidence(params, draft, row, carry.token)
         num_proposed = num_proposed + (chance >= draft.confidence_threshold).astype(jnp.int32)
     drafted, logits, head_state = None, None, carry.head_state
-    if not cfg.sampled and cfg.vocab_shards.is_whole:
+    if not cfg.sampled and cfg.vocab_shards.is_whole:  # no logits are kept, and rows are whole
         drafted = family.greedy_draft(params, draft, base, step, carry.token, cfg.draft_ops)
     if drafted is not None:
         token = target_token(cfg, params, drafted)

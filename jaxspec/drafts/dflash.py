@@ -295,7 +295,7 @@ def greedy_draft(
     token: jax.Array,
     ops: Ops,
 ) -> None:
-    """Return None: nothing is added to the logits."""
+    """Return None: the logits exist already."""
     return
 
 

@@ -210,9 +210,10 @@ class BlockFamily(HeadFamily, Protocol):
         token: jax.Array,
         ops: Ops,
     ) -> jax.Array | None:
-        """Return the draft int32 [batch] of the largest logit, of step_logits at `step`.
+        """Return the id int32 [batch], of the draft's vocabulary, of step_logits' largest logit.
 
-        None if step_logits has to make the logits first. A head with a head_state returns None.
+        None where the caller makes the logits, always so with a head_state, which step_logits
+        alone moves on.
 
         base:  [batch, K, draft_vocab], the logits of `logits`, whole on each device
         token: int32 [batch], the draft's predecessor

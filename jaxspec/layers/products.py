@@ -247,7 +247,9 @@ def markov_argmax(
 ) -> jax.Array | None:
     """Return the column int32 [batch] of the largest of base[:, step] + table[token] @ weight.
 
-    None if no kernel finds it; the log says once why. Then it is that of the logits, to the bit.
+    Its logits have the bits of vocab_logits and a sum. None where no kernel finds it: with the
+    reference, for weights that are quantised or transposed, and for shapes that the kernel refuses,
+    which the log names once.
 
     base: float32 [batch, steps, vocab], token: int32 [batch], table: [tokens, rank]
     """

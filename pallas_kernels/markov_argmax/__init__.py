@@ -15,8 +15,8 @@ __all__ = ["IMPLEMENTATIONS", "Inputs", "markov_argmax", "unsupported"]
 def markov_argmax(inputs: Inputs, *, implementation: str = "reference") -> jax.Array:
     """Return argmax(base[:, step] + table[token] @ weight), int32 [rows]; of equal ones the first.
 
-    Logits are float32, and NaN counts as -inf. The kernel's are those of the matmul op's kernel,
-    to the bit.
+    Logits are float32, and NaN counts as -inf. The kernel's product has the bits of the matmul op's
+    kernel.
 
     Raises ValueError for shapes that do not fit together and for inputs that the implementation
     does not support.

@@ -14,7 +14,7 @@ class Inputs:
     """The logits of a block's drafts, and what the Markov head adds to those of one step.
 
     base:   float32 [rows, steps, vocab]
-    step:   int32 [], whose logits are meant
+    step:   int32 [], the draft's place in the block, an index of base's steps
     token:  int32 [rows], the token before; an id outside W1 reads the nearest row
     table:  [tokens, rank], W1
     weight: [rank, vocab], W2

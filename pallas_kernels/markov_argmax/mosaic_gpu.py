@@ -5,8 +5,8 @@ bits that the op would write. Two things are different:
 
 - Each block looks up W1's rows itself, while its first tiles of W2 arrive. A copy cannot write a
   single row of a tile that wgmma reads. So rows are copied aside, and go through registers.
-- No logit is written. A thread keeps the largest one of each of its places in a tile, over all of
-  the block's tiles, and the block compares these places once.
+- No logit is written. For each of its places in a tile, a thread keeps the largest logit of all the
+  block's tiles. The block compares the places once, at the end.
 
 The base logits of the next tiles are copied ahead, as the weights are.
 """
@@ -51,7 +51,7 @@ from pallas_kernels.types import Barrier, Index, Ref
 
 T = TypeVar("T")  # an array, its type, or the kernel's ref
 
-# Two rows for each warp of a tile of eight rows, whose 64 numbers wgmma reads together.
+# Of a tile of eight rows, each warp has two, with 64 columns, which wgmma reads together.
 LAYOUT = plgpu.Layout.TILED(
     fa.Tiling(((8, 64), (2, 64), (4,))), warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1
 )
@@ -128,7 +128,8 @@ def tuning_of(product: Product) -> Tuning | None:
         return None
     padded = product.rows
     tile = 4 * TILE_N * padded
-    # Two tiles more, less the result's, which is not written.
+    # Memory in place of the product's result: W1's rows, the ring of base logits, best and tile,
+    # and a KB for each small array.
     more = 2 * padded * product.depth + (tiles_ahead(padded) + 2 - 1) * tile + 4 * 1024
     for stages in range(tuning.stages, 1, -1):
         fewer = replace(tuning, stages=stages)
@@ -157,7 +158,7 @@ def markov_argmax(inputs: Inputs, *, tuning: Tuning | None = None) -> jax.Array:
 
 
 @dataclass(frozen=True)
-class _Block:
+class _Warpgroup:
     """A warpgroup of a block, in the kernel.
 
     tiles_here: tiles of the block
@@ -189,7 +190,7 @@ class _Block:
     def arrange_rows(self) -> None:
         """Write the rows that have arrived as wgmma reads them.
 
-        Rows past the last one have any content, and so do their logits.
+        Rows past the last one hold what the memory held before. Their results are dropped.
         """
         ring, memory = self.ring, self.memory
         plgpu.barrier_wait(memory.rows_ready.at[ring.wg])
@@ -207,11 +208,11 @@ class _Block:
 
         @pl.when(index < self.tiles_here)
         def _copy() -> None:
-            columns = pl.ds(self.tile(index) * TILE_N, TILE_N)
+            columns = pl.ds(self.tile_number(index) * TILE_N, TILE_N)
             source = self.sources.base.at[self.ring.all_rows, self.step, columns]
             plgpu.copy_gmem_to_smem(source, memory.base.at[slot], memory.base_ready.at[slot])
 
-    def tile(self, index: Index) -> jax.Array:
+    def tile_number(self, index: Index) -> jax.Array:
         """Return the number of the block's tile `index` among all."""
         return self.ring.block + index * self.ring.sizes.blocks
 
@@ -223,7 +224,8 @@ class _Block:
         """Begin with -inf everywhere in the first tile, which a row without more has."""
         shape, memory = self.memory.best.shape, self.memory
         memory.best[...] = plgpu.layout_cast(jnp.full(shape, -jnp.inf, jnp.float32), LAYOUT)
-        memory.tile[...] = plgpu.layout_cast(jnp.full(shape, self.tile(0), jnp.int32), LAYOUT)
+        first = jnp.full(shape, self.tile_number(0), jnp.int32)
+        memory.tile[...] = plgpu.layout_cast(first, LAYOUT)
 
     def keep(self, index: jax.Array, added: jax.Array) -> None:
         """Keep what tile `index` has that is larger. added: the product, [TILE_N, padded rows]"""
@@ -236,7 +238,7 @@ class _Block:
         tile = load(memory.tile, LAYOUT, optimized=False)
         higher = logits > best  # of equal logits the first stays; NaN is never higher
         memory.best[...] = jnp.where(higher, logits, best)
-        memory.tile[...] = jnp.where(higher, self.tile(index), tile)
+        memory.tile[...] = jnp.where(higher, self.tile_number(index), tile)
         plgpu.commit_smem()  # all threads have read the slot
         self.load_base(index + tiles_ahead(self.ring.sizes.padded))
 
@@ -275,27 +277,27 @@ def _kernel(sizes: Sizes, operands: Operands, rows: int):
         ring.fill_weights(turns)
         if sizes.pdl:
             plgpu.griddepcontrol_wait()  # weights do not depend on the kernel before; tokens do
-        block = _Block(ring, sources, memory, tiles_here, sources.step[0])
-        block.look_up(rows)
+        warpgroup = _Warpgroup(ring, sources, memory, tiles_here, sources.step[0])
+        warpgroup.look_up(rows)
 
         @pl.when(wg == 0)
         def _begin() -> None:
             for index in range(ahead):
-                block.load_base(index)
-            block.begin()
+                warpgroup.load_base(index)
+            warpgroup.begin()
 
-        block.arrange_rows()
+        warpgroup.arrange_rows()
 
         @pl.loop(0, tiles_here)
         def _tile(index: jax.Array) -> None:
             sums = multiply(ring, index, turns)
 
-            def keep(totals: list[jax.Array]) -> None:
-                block.keep(index, totals[0])
+            def finish_tile(totals: list[jax.Array]) -> None:
+                warpgroup.keep(index, totals[0])
 
-            add_up(ring, None, sums, wg == 0, index, tiles_here, keep)
+            add_up(ring, None, sums, wg == 0, index, tiles_here, finish_tile)
 
-        pl.when(wg == 0)(lambda: block.compare(results))
+        pl.when(wg == 0)(lambda: warpgroup.compare(results))
         plgpu.wait_smem_to_gmem(0)
 
     found = [jax.ShapeDtypeStruct((sizes.blocks, padded), t) for t in (jnp.float32, jnp.int32)]

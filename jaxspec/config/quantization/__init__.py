@@ -141,7 +141,7 @@ def quantized(
 ) -> Config:
     """Return a model's config as that of weights which are quantised while they load.
 
-    form:   what form_while_loading returned; None changes nothing
+    form:   what form_while_loading returned; None changes nothing. The type is that of the setting.
     config: the checkpoint's config.json
     key:    the setting, for messages
 
