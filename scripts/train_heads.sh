@@ -80,7 +80,7 @@ chats=()
 for written in "$out"/chats*/chats.npz; do chats+=(--chats "$written"); done # those of a writer that failed are missing, or shorter
 [ ${#chats[@]} -gt 0 ] || { say "no chats were written" >&2 && exit 1; }
 
-declare -A shape=(
+declare -A shape=( # at 2e-3 a trained DSpark head loses less at the start than at 3e-3: docs/notes/dspark-head.md
   [dspark]="--draft-vocab-size 49152 --num-layers 5 --intermediate-size 1536 --markov-rank 64 --aux-layers 2,8,15,21,27 --window 320
     --block-drafts 7 --mask-token-id 0 --tokens-per-block 8 --confidence-weight 0.2 --tokens-per-batch 65536 --learning-rate 2e-3
     --num-speculative-tokens 7"
