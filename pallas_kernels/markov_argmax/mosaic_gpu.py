@@ -214,7 +214,7 @@ class _Warpgroup:
 
     def tile_number(self, index: Index) -> jax.Array:
         """Return the number of the block's tile `index` among all."""
-        return self.ring.block + index * self.ring.sizes.blocks
+        return self.ring.sizes.tile(self.ring.block, index)
 
     def slot(self, index: Index) -> jax.Array:
         """Return the slot of tile `index` in the ring of base logits."""
@@ -272,7 +272,7 @@ def _kernel(sizes: Sizes, operands: Operands, rows: int):
         number, wg = lax.axis_index("block"), lax.axis_index("wg")
         # Copies fill rows past the last one with zeros.
         ring = Ring(sizes, operands, scratch, number, wg, 0, pl.ds(number * 0, padded))
-        tiles_here = lax.div(sizes.num_tiles - 1 - number, sizes.blocks) + 1
+        tiles_here = sizes.tiles_of(number)
         turns = sizes.steps * tiles_here
         ring.fill_weights(turns)
         if sizes.pdl:

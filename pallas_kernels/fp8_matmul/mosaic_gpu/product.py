@@ -221,7 +221,7 @@ def _kernel(sizes: Sizes, memory: Scratch[pl.MemoryRef], eps: float | None):
         # Copies fill rows past the last one with zeros, and do not write them.
         all_rows = pl.ds(block * 0, sizes.padded)
         ring = Ring(sizes, operands, scratch, block, wg, part, all_rows)
-        tiles_here = lax.div(sizes.num_tiles - 1 - block, sizes.blocks) + 1
+        tiles_here = sizes.tiles_of(block)
         turns = sizes.steps * tiles_here
 
         # The kernel before is short, or launches this one early.
@@ -238,7 +238,7 @@ def _kernel(sizes: Sizes, memory: Scratch[pl.MemoryRef], eps: float | None):
 
         @pl.loop(0, tiles_here)
         def _tile(index: jax.Array) -> None:
-            tile = block + index * sizes.blocks
+            tile = sizes.tile(block, index)
             here = (all_rows, pl.ds(tile * TILE_N, TILE_N))
             load_gain_and_residual(operands, scratch, finishes, tile, here)
             tile_sum = _Sum(ring, scales, tile)

@@ -131,7 +131,7 @@ def _kernel(sizes: Sizes, weight: Int4Weight, operands: Operands[jax.Array]):
         ring = _Ring(
             sizes, operands, scratch, block, wg, part, all_rows, by_group, rings, weight.group
         )
-        tiles_here = lax.div(sizes.num_tiles - 1 - block, sizes.blocks) + 1
+        tiles_here = sizes.tiles_of(block)
         turns = sizes.steps * tiles_here
 
         if tuning.weights_first:
@@ -145,7 +145,7 @@ def _kernel(sizes: Sizes, weight: Int4Weight, operands: Operands[jax.Array]):
 
         @pl.loop(0, tiles_here)
         def _tile(index: jax.Array) -> None:
-            tile = block + index * sizes.blocks
+            tile = sizes.tile(block, index)
             here = (all_rows, pl.ds(tile * TILE_N, TILE_N))
             load_gain_and_residual(operands, scratch, finishes, tile, here)
             sums = ring.multiply(index, turns, sum_depth(weight))

@@ -78,7 +78,7 @@ def _kernel(sizes: Sizes, eps: float, operands: Operands[jax.Array]):
         # Copies fill rows past the last one with zeros, and do not write them.
         all_rows = pl.ds(block * 0, sizes.padded)
         ring = Ring(sizes, operands, scratch, block, wg, part, all_rows)
-        tiles_here = lax.div(sizes.num_tiles - 1 - block, sizes.blocks) + 1
+        tiles_here = sizes.tiles_of(block)
         turns = steps * tiles_here
 
         if tuning.weights_first:
@@ -105,7 +105,7 @@ def _kernel(sizes: Sizes, eps: float, operands: Operands[jax.Array]):
 
         @pl.loop(0, tiles_here)
         def _tile(index: jax.Array) -> None:
-            tile = block + index * sizes.blocks
+            tile = sizes.tile(block, index)
             here = (all_rows, pl.ds(tile * TILE_N, TILE_N))
             load_gain_and_residual(operands, scratch, finishes, tile, here)
             sums = multiply(ring, index, turns)

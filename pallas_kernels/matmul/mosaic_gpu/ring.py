@@ -33,7 +33,7 @@ class Ring:
     def place(self, turn: jax.Array) -> tuple[jax.Array, Slice, jax.Array]:
         """Return a turn's tile, its part of the depth, and its slot."""
         sizes, tuning = self.sizes, self.sizes.tuning
-        tile = self.block + lax.div(turn, sizes.steps) * sizes.blocks
+        tile = sizes.tile(self.block, lax.div(turn, sizes.steps))
         step = self.step_of_cta(lax.rem(turn, sizes.steps))
         return tile, self.depth_of(step), self.wg * tuning.stages + lax.rem(turn, tuning.stages)
 

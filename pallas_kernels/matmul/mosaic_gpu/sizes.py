@@ -5,11 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Generic, NamedTuple, TypeVar
 
+import jax
 import jax.numpy as jnp
+from jax import lax
 
 from pallas_kernels.hopper import interpreting
 from pallas_kernels.matmul.plan import TILE_N, Product, Tuning, is_resident, padded_rows
-from pallas_kernels.types import Barrier
+from pallas_kernels.types import Barrier, Index
 
 T = TypeVar("T")  # an array, its type, or the kernel's ref
 
@@ -137,6 +139,14 @@ class Sizes:
     @property
     def blocks(self) -> int:
         return min(self.tuning.blocks, self.num_tiles)
+
+    def tiles_of(self, block: jax.Array) -> jax.Array:
+        """Return how many tiles a block makes, one after the other."""
+        return lax.div(self.num_tiles - 1 - block, self.blocks) + 1
+
+    def tile(self, block: jax.Array, index: Index) -> jax.Array:
+        """Return which of all tiles is a block's tile `index`."""
+        return block + index * self.blocks
 
     @property
     def slots(self) -> int:
