@@ -12,6 +12,7 @@ import jax
 
 from jaxspec import drafts, models
 from jaxspec.config import ConfigError, SpeculativeConfig, is_int, shown
+from jaxspec.config.draft_methods import readers_of
 from jaxspec.config.quantization import (
     OwnMethod,
     Quantize,
@@ -183,8 +184,9 @@ def load_draft(
         return load_draft_model(checkpoint, target, speculative, dtype, placement)
     cfg, checkpoint = head_config(family, checkpoint, target, speculative)
     if speculative.draft_confidence_threshold is not None and not has_confidence(cfg):
+        key = "draft_confidence_threshold"
         raise ConfigError(
-            "draft_confidence_threshold: expected it only with a draft that has a confidence head, "
+            f"{key}: expected it only with {readers_of(key)}, "
             f"got it with the {cfg.method} draft {folder}"
         )
     ignore = lambda name: family.ignored_tensor(cfg, name)  # noqa: E731
