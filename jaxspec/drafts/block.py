@@ -9,7 +9,7 @@ the context of accepted tokens and the next block overwrite them, as happens to 
 Then lax.fori_loop draws a token after the other. Step i may correct the logits of row i by the
 draft before it, so q is exact: each column holds the logits that its token was drawn from. The
 corrected logits take the place of the head's, in the same array, if the proposal keeps them. Greedy
-rounds keep no logits, so one kernel may find a token without them (BlockFamily.greedy_draft).
+rounds keep no logits, so one kernel may find a token without them (BlockFamily.markov_step).
 
 A confidence head may end a request's drafts. Its chance of draft i depends on row i and the drafts
 before i, so the decision falls before draft i is drawn. Given these drafts, the presence of an i-th
@@ -40,7 +40,13 @@ from jaxspec.cache.metadata import (
 )
 from jaxspec.config import Ops, RoundConfig
 from jaxspec.drafts import families
-from jaxspec.drafts.columns import draw_token, empty_tokens, target_token, write_column
+from jaxspec.drafts.columns import (
+    draw_token,
+    empty_tokens,
+    target_token,
+    write_column,
+    write_token,
+)
 from jaxspec.drafts.drafter import (
     DraftContext,
     DraftPart,
@@ -196,17 +202,22 @@ def draw_step(
         confidence = families.confident_family(draft).confidence
         chance = chance * confidence(params, draft, row, carry.token)
         num_proposed = num_proposed + (chance >= draft.confidence_threshold).astype(jnp.int32)
-    drafted, logits, head_state = None, None, carry.head_state
-    if not cfg.sampled and cfg.vocab_shards.is_whole:  # no logits are kept, and rows are whole
-        drafted = family.greedy_draft(params, draft, base, step, carry.token, cfg.draft_ops)
-    if drafted is not None:
-        token = target_token(cfg, params, drafted)
+    proposal, head_state, by_kernels = carry.proposal, carry.head_state, None
+    if cfg.vocab_shards.is_whole:
+        by_kernels = family.markov_step(params, draft, base, step, carry.token, cfg.draft_ops)
+    if by_kernels is not None and not cfg.sampled:  # nothing but the largest of the logits is read
+        token = target_token(cfg, params, by_kernels.largest())
+        proposal = write_token(proposal, step, token)
+    elif by_kernels is not None and proposal.draft_logits is not None:
+        logits = by_kernels.logits()
+        token = draw_token(cfg, params, context, step, logits, column=step)
+        proposal = replace(write_token(proposal, step, token), draft_logits=logits)
     else:
         logits, head_state = family.step_logits(
             params, draft, column(base), row, carry.token, head_state, cfg.draft_ops
         )
         token = draw_token(cfg, params, context, step, logits)
-    proposal = write_column(carry.proposal, step, token, logits)
+        proposal = write_column(proposal, step, token, logits)
     return BlockCarry(proposal, token, head_state, chance, num_proposed)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial
+from dataclasses import replace
 from typing import Protocol
 
 import jax
@@ -38,14 +38,23 @@ def noise_key(
 
 
 def draw_draft(
-    cfg: RoundConfig, params: Params, inputs: Batch, step: jax.Array | int, logits: jax.Array
+    cfg: RoundConfig,
+    params: Params,
+    inputs: Batch,
+    step: jax.Array | int,
+    logits: jax.Array,
+    *,
+    column: jax.Array | int | None = None,
 ) -> jax.Array:
     """Draw a step's token [batch] in the draft's vocabulary from logits [batch, draft_vocab].
 
     The token is the same on all devices, of which each has a piece of the logits.
+
+    column: of logits [batch, K, draft_vocab] that are kept
     """
     sampling, shards = inputs.sampling, cfg.vocab_shards
     if cfg.draft_sampling == "greedy" or not cfg.sampled:
+        assert column is None  # such drafts' logits are not kept
         scaled = scale_by_temperature(logits, sampling.temperature)
         return sample(scaled, None, sampling.greedy, shards)
     token_ids = (
@@ -60,6 +69,7 @@ def draw_draft(
         sampling.keys,
         *key,
         token_ids,
+        column=column,
         shards=shards,
         implementation=cfg.ops.gumbel_sample,
     )
@@ -82,10 +92,16 @@ def write_step(
 
 
 def draw_token(
-    cfg: RoundConfig, params: Params, inputs: Batch, step: jax.Array | int, logits: jax.Array
+    cfg: RoundConfig,
+    params: Params,
+    inputs: Batch,
+    step: jax.Array | int,
+    logits: jax.Array,
+    *,
+    column: jax.Array | int | None = None,
 ) -> jax.Array:
-    """Draw a step's token [batch] in the target's vocabulary from logits [batch, draft_vocab]."""
-    return target_token(cfg, params, draw_draft(cfg, params, inputs, step, logits))
+    """Draw a step's token [batch] in the target's vocabulary; see draw_draft."""
+    return target_token(cfg, params, draw_draft(cfg, params, inputs, step, logits, column=column))
 
 
 def target_token(cfg: RoundConfig, params: Params, drafted: jax.Array) -> jax.Array:
@@ -96,22 +112,27 @@ def target_token(cfg: RoundConfig, params: Params, drafted: jax.Array) -> jax.Ar
 
 
 def write_column(
-    proposal: Proposal, step: jax.Array | int, token: jax.Array, logits: jax.Array | None
+    proposal: Proposal, step: jax.Array | int, token: jax.Array, logits: jax.Array
 ) -> Proposal:
-    """Write a token [batch] and its logits [batch, draft_vocab] into column `step`.
+    """Write a token [batch] and its logits [batch, draft_vocab], if kept, into column `step`."""
+    proposal = write_token(proposal, step, token)
+    if proposal.draft_logits is None:
+        return proposal
+    return replace(proposal, draft_logits=_into_column(proposal.draft_logits, step, logits))
 
-    logits: None for a proposal that keeps none
-    """
+
+def write_token(proposal: Proposal, step: jax.Array | int, token: jax.Array) -> Proposal:
+    """Write a token [batch] into column `step`."""
+    return replace(proposal, draft_tokens=_into_column(proposal.draft_tokens, step, token))
+
+
+def _into_column(columns: jax.Array, step: jax.Array | int, values: jax.Array) -> jax.Array:
+    """Write values [batch, ...] into column `step` of columns [batch, K, ...]."""
+    values = _by_kernel(columns.shape[1], step, values)[:, None]
     # A step that might be a negative index would be read both before and after the loop increments
     # it, which takes a copy of it.
-    into_column = partial(lax.dynamic_update_slice, allow_negative_indices=False)
-    by_kernel = partial(_by_kernel, proposal.draft_tokens.shape[1], step)
-    tokens = into_column(proposal.draft_tokens, by_kernel(token)[:, None], (0, step))
-    draft_logits = proposal.draft_logits
-    if draft_logits is not None:
-        assert logits is not None
-        draft_logits = into_column(draft_logits, by_kernel(logits)[:, None], (0, step, 0))
-    return Proposal(tokens, draft_logits)
+    start = (0, step, *[0] * (columns.ndim - 2))
+    return lax.dynamic_update_slice(columns, values, start, allow_negative_indices=False)
 
 
 def _by_kernel(num_columns: int, step: jax.Array | int, values: jax.Array) -> jax.Array:

@@ -287,7 +287,7 @@ def step_logits(
     return base, None
 
 
-def greedy_draft(
+def markov_step(
     params: Params,
     cfg: DFlashConfig,
     base: jax.Array,
@@ -295,7 +295,7 @@ def greedy_draft(
     token: jax.Array,
     ops: Ops,
 ) -> None:
-    """Return None: the logits exist already."""
+    """Return None: there is no Markov head."""
     return
 
 

@@ -27,8 +27,9 @@ from jaxspec.drafts import dflash
 from jaxspec.drafts.dflash import DFlashConfig
 from jaxspec.drafts.family import Shapes
 from jaxspec.drafts.head_layout import architectures, is_speculators, warn_of_guess, with_nested
+from jaxspec.layers import markov
 from jaxspec.layers.params import Params, ParamSpec, projection, vector
-from jaxspec.layers.products import linear, markov_argmax, vocab_logits
+from jaxspec.layers.products import linear, vocab_logits
 from jaxspec.models import TargetConfig
 
 MarkovKind = Literal["vanilla", "gated", "rnn"]
@@ -103,21 +104,18 @@ def step_logits(
     return base + vocab_logits(features, params["markov_w2"], ops), head_state
 
 
-def greedy_draft(
+def markov_step(
     params: Params,
     cfg: DSparkConfig,
     base: jax.Array,
     step: jax.Array | int,
     token: jax.Array,
     ops: Ops,
-) -> jax.Array | None:
-    """Return a step's draft of the largest logit; see BlockFamily.
-
-    One kernel finds it for a vanilla Markov head.
-    """
+) -> markov.MarkovStep | None:
+    """Return a vanilla Markov head's step by kernels; see BlockFamily."""
     if cfg.markov_rank == 0 or cfg.markov_kind != "vanilla":
         return None
-    return markov_argmax(base, step, token, params["markov_w1"], params["markov_w2"], ops)
+    return markov.markov_step(base, step, token, params["markov_w1"], params["markov_w2"], ops)
 
 
 def markov_input(

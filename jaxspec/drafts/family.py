@@ -29,6 +29,7 @@ from jaxspec.config import (
 )
 from jaxspec.drafts.head_layout import is_rope_table, warn_of_guess
 from jaxspec.layers.context import Pass
+from jaxspec.layers.markov import MarkovStep
 from jaxspec.layers.params import Params
 from jaxspec.layers.products import vocab_logits
 from jaxspec.models import TargetConfig
@@ -201,7 +202,7 @@ class BlockFamily(HeadFamily, Protocol):
         """
         ...
 
-    def greedy_draft(
+    def markov_step(
         self,
         params: Params,
         cfg: Any,
@@ -209,11 +210,11 @@ class BlockFamily(HeadFamily, Protocol):
         step: jax.Array | int,
         token: jax.Array,
         ops: Ops,
-    ) -> jax.Array | None:
-        """Return the id int32 [batch], of the draft's vocabulary, of step_logits' largest logit.
+    ) -> MarkovStep | None:
+        """Return the step by kernels, whose logits are those of step_logits.
 
-        None where the caller makes the logits, always so with a head_state, which step_logits
-        alone moves on.
+        None where no kernel makes them, always so with a head_state, which step_logits alone moves
+        on.
 
         base:  [batch, K, draft_vocab], the logits of `logits`, whole on each device
         token: int32 [batch], the draft's predecessor

@@ -12,6 +12,7 @@ mxfp4                 MXFP4 experts of a checkpoint, packed or dequantised
 quantized/            quantised linear modules: their tensors in each format, their tables
 hyper_connections     DeepSeek-V4's residual of several streams
 products              products with weights, and the residual stream that they add to
+markov                a step of a Markov head by kernels
 row_tiles             tiles of few rows, whose bits do not depend on the number of rows
 sums                  sums over the devices that share a layer
 embedding             token embeddings, whole or cut by vocabulary

@@ -19,7 +19,6 @@ from jaxspec.layers.row_tiles import ROW_TILE
 from jaxspec.layers.sums import add_sum, partial_dtype
 from pallas_kernels import fp8_matmul as fp8_op
 from pallas_kernels import int4_matmul as int4_op
-from pallas_kernels import markov_argmax as markov_argmax_op
 from pallas_kernels import matmul as matmul_op
 from pallas_kernels.fp8_matmul import Fp8Weight, RowNorm
 from pallas_kernels.int4_matmul import Int4Weight
@@ -235,37 +234,6 @@ def vocab_logits(hidden: jax.Array, lm_head: AnyWeight, ops: Ops) -> jax.Array:
     greedy text depend on the path.
     """
     return _multiply(hidden, (lm_head,), ops, _Form(jnp.float32)).x
-
-
-def markov_argmax(
-    base: jax.Array,
-    step: jax.Array | int,
-    token: jax.Array,
-    table: jax.Array,
-    weight: AnyWeight,
-    ops: Ops,
-) -> jax.Array | None:
-    """Return the column int32 [batch] of the largest of base[:, step] + table[token] @ weight.
-
-    Its logits have the bits of vocab_logits and a sum. None where no kernel finds it: with the
-    reference, for weights that are quantised or transposed, and for shapes that the kernel refuses,
-    which the log names once.
-
-    base: float32 [batch, steps, vocab], token: int32 [batch], table: [tokens, rank]
-    """
-    if ops.matmul == "reference" or not isinstance(weight, Weight) or weight.transposed:
-        return None
-    inputs = markov_argmax_op.Inputs(
-        base=base,
-        step=jnp.asarray(step, jnp.int32),
-        token=token,
-        table=table,
-        weight=weight.values,
-    )
-    if reason := markov_argmax_op.unsupported(inputs):
-        log_once(f"greedy drafts are found in their logits: the kernel {reason}")
-        return None
-    return markov_argmax_op.markov_argmax(inputs, implementation=ops.matmul)
 
 
 def add_projection(

@@ -26,7 +26,7 @@ def gumbel_sample(inputs: Inputs, *, implementation: str = "reference") -> jax.A
     inputs.check()
 
     def reason() -> str | None:
-        return hopper.missing() or unsupported(inputs.logits.shape[1])
+        return hopper.missing() or unsupported(inputs.vocab)
 
     if not runs_kernel("gumbel_sample", implementation, reason):
         return reference.gumbel_sample(inputs)

@@ -64,7 +64,7 @@ def shares(pieces: Pieces, rows: int, blocks: int) -> tuple[int, int]:
 def gumbel_sample(inputs: Inputs, *, tuning: Tuning | None = None) -> jax.Array:
     """Run the op; see pallas_kernels.gumbel_sample.gumbel_sample."""
     tuning = tuning or Tuning()
-    rows, vocab = inputs.logits.shape
+    rows, vocab = inputs.rows, inputs.vocab
     pieces = cut(vocab, tuning.piece)
     count, share = shares(pieces, rows, tuning.blocks)
     shards = inputs.shards
@@ -75,6 +75,7 @@ def gumbel_sample(inputs: Inputs, *, tuning: Tuning | None = None) -> jax.Array:
         keys_ref: Ref,
         position_ref: Ref,
         offset_ref: Ref,
+        column_ref: Ref | None,
         ids_ref: Ref | None,
         first_ref: Ref | None,
         best_ref: Ref,
@@ -83,6 +84,7 @@ def gumbel_sample(inputs: Inputs, *, tuning: Tuning | None = None) -> jax.Array:
         block = lax.axis_index("block")
         row, part = block // count, block % count
         heat = temperature_ref[row]
+        row_logits = logits_ref.at[row if column_ref is None else (row, column_ref[0])]
         first_id = None if first_ref is None else first_ref[0]
 
         def search(score: Score) -> None:
@@ -92,7 +94,7 @@ def gumbel_sample(inputs: Inputs, *, tuning: Tuning | None = None) -> jax.Array:
                 i: jax.Array, best: tuple[jax.Array, jax.Array]
             ) -> tuple[jax.Array, jax.Array]:
                 piece = part * share + i
-                values = pieces.load(logits_ref.at[row], piece)
+                values = pieces.load(row_logits, piece)
                 values, ids = score(piece, values, pieces.indices(piece)), pieces.indices(piece)
                 # Of a thread's equal scores the first stays; NaN is never higher.
                 higher = values > best[0]
@@ -147,6 +149,7 @@ def gumbel_sample(inputs: Inputs, *, tuning: Tuning | None = None) -> jax.Array:
         inputs.keys,
         inputs.position,
         inputs.offset.reshape(1),
+        None if inputs.column is None else inputs.column.reshape(1),
         inputs.token_ids,
         first,
     )

@@ -19,7 +19,9 @@ def gumbel_sample(inputs: Inputs) -> jax.Array:
     logits, temperature, shards = inputs.logits, inputs.temperature, inputs.shards
     greedy = temperature == 0.0
     ids = inputs.token_ids
-    ids = shards.ids(logits.shape[1]) if ids is None else shards.own(ids)
+    if inputs.column is not None:
+        logits = lax.dynamic_index_in_dim(logits, inputs.column, 1, keepdims=False)
+    ids = shards.ids(inputs.vocab) if ids is None else shards.own(ids)
     stream = noise.Stream(inputs.keys, inputs.position, inputs.stream)
     gumbel = noise.gumbel(stream.key(inputs.offset), ids)
     scaled = logits / jnp.where(greedy, 1.0, temperature)[:, None]

@@ -1,4 +1,4 @@
-"""A greedy draft of a Markov head: the token that lookup, matmul op, sum and argmax give."""
+"""A Markov head's steps: the token and the logits that lookup, matmul op, sum and argmax give."""
 
 from __future__ import annotations
 
@@ -11,8 +11,14 @@ import numpy as np
 import pytest
 
 from pallas_kernels.gumbel_sample.reference import argmax
-from pallas_kernels.markov_argmax import IMPLEMENTATIONS, Inputs, markov_argmax, unsupported
-from pallas_kernels.markov_argmax.shapes import SHAPES, Shape, bytes_moved, make_inputs
+from pallas_kernels.markov_head import (
+    IMPLEMENTATIONS,
+    Inputs,
+    markov_argmax,
+    markov_logits,
+    unsupported,
+)
+from pallas_kernels.markov_head.shapes import SHAPES, Shape, bytes_moved, make_inputs
 from pallas_kernels.matmul import Inputs as Factors
 from pallas_kernels.matmul import matmul
 from tests.kernels.interpreter import by_implementation, call, interpreted, needs_mosaic
@@ -36,6 +42,24 @@ def run(inputs: Inputs, implementation: str = "mosaic_gpu") -> np.ndarray:
         return np.asarray(markov_argmax(inputs))
     with interpreted():
         return np.asarray(markov_argmax(inputs, implementation=implementation))
+
+
+def written_logits(inputs: Inputs, implementation: str = "mosaic_gpu") -> np.ndarray:
+    if implementation == "reference":
+        return np.asarray(markov_logits(inputs))
+    with interpreted():
+        return np.asarray(markov_logits(inputs, implementation=implementation))
+
+
+def with_sum(inputs: Inputs, implementation: str) -> np.ndarray:
+    """The logits that markov_logits gives, by separate ops."""
+    base = np.asarray(inputs.base).copy()
+    if implementation == "reference":
+        base[:, inputs.step] += np.asarray(products(inputs, implementation))
+    else:
+        with interpreted():
+            base[:, inputs.step] += np.asarray(products(inputs, implementation))
+    return base
 
 
 def products(inputs: Inputs, implementation: str) -> jax.Array:
@@ -92,6 +116,18 @@ def test_is_lookup_product_sum_and_argmax_to_the_bit(name: str, implementation: 
     np.testing.assert_array_equal(run(inputs, implementation), expected(inputs, implementation))
 
 
+@implementations
+@pytest.mark.parametrize("name", SMALL)
+def test_logits_are_the_base_with_the_product_in_one_column(name: str, implementation: str) -> None:
+    inputs = make_inputs(SMALL[name], seed=len(name))
+    given = np.asarray(inputs.base).copy()
+    found = written_logits(inputs, implementation)
+    np.testing.assert_array_equal(found, with_sum(inputs, implementation))
+    np.testing.assert_array_equal(inputs.base, given)  # read again, so it is not changed in place
+    column = given[:, inputs.step] + exact(inputs)
+    np.testing.assert_allclose(found[:, inputs.step], column, atol=1e-4)
+
+
 def test_what_is_left_of_rounding_has_ties_and_depends_on_the_order() -> None:
     inputs = of_rounding(make_inputs(SMALL["three rows, another W1"], seed=22))
     logits = np.asarray(inputs.base[:, inputs.step] + products(inputs, "reference"))
@@ -103,9 +139,11 @@ def test_what_is_left_of_rounding_has_ties_and_depends_on_the_order() -> None:
 @needs_mosaic
 @pytest.mark.parametrize("rows", [1, slow(24)])
 @pytest.mark.parametrize("blocks", [1, 2, 3])
-def test_a_block_of_many_tiles_keeps_the_first_of_the_largest(rows: int, blocks: int) -> None:
+def test_a_block_of_many_tiles_keeps_the_first_of_the_largest_and_writes_all(
+    rows: int, blocks: int
+) -> None:
     """More tiles than base logits are copied ahead, and fewer slots than tiles of W2."""
-    from pallas_kernels.markov_argmax import mosaic_gpu
+    from pallas_kernels.markov_head import mosaic_gpu
 
     inputs = of_rounding(make_inputs(Shape(rows, 128, 13 * 64), seed=blocks))
     tuning = mosaic_gpu.tuning_of(mosaic_gpu.product_of(inputs))
@@ -113,7 +151,9 @@ def test_a_block_of_many_tiles_keeps_the_first_of_the_largest(rows: int, blocks:
     with interpreted():
         tuning = replace(tuning, blocks=blocks, stages=2)
         found = np.asarray(mosaic_gpu.markov_argmax(inputs, tuning=tuning))
+        written = np.asarray(mosaic_gpu.markov_logits(inputs, tuning=tuning))
     np.testing.assert_array_equal(found, expected(inputs, "mosaic_gpu"))
+    np.testing.assert_array_equal(written, with_sum(inputs, "mosaic_gpu"))
 
 
 ODD = {
@@ -135,6 +175,7 @@ def test_of_equal_logits_the_first_counts_and_nan_never(implementation: str) -> 
     for row, change in enumerate(ODD.values()):
         base = base.at[row, inputs.step].set(change(base[row, inputs.step]))
     inputs = replace(inputs, base=base, table=jnp.zeros_like(inputs.table))
+    np.testing.assert_array_equal(written_logits(inputs, implementation), base)
     assert run(inputs, implementation).tolist() == [0, 0, 0, 150, 0, 70, 63]
 
 
@@ -144,6 +185,9 @@ def test_an_id_outside_w1_reads_the_nearest_row(implementation: str) -> None:
     outside = replace(inputs, token=jnp.array([96, -1, 2**31 - 1, -(2**31)], jnp.int32))
     nearest = replace(inputs, token=jnp.array([95, 0, 95, 0], jnp.int32))
     np.testing.assert_array_equal(run(outside, implementation), run(nearest, implementation))
+    np.testing.assert_array_equal(
+        written_logits(outside, implementation), written_logits(nearest, implementation)
+    )
 
 
 FITS = make_inputs(Shape(2, 64, 128, tokens=96), seed=0)
@@ -171,10 +215,11 @@ DOES_NOT_FIT = {
 }
 
 
+@pytest.mark.parametrize("op", [markov_argmax, markov_logits])
 @pytest.mark.parametrize("message", DOES_NOT_FIT)
-def test_what_does_not_fit_is_an_error(message: str) -> None:
+def test_what_does_not_fit_is_an_error(message: str, op: Any) -> None:
     with pytest.raises(ValueError) as error:
-        call(markov_argmax, FITS, DOES_NOT_FIT[message])
+        call(op, FITS, DOES_NOT_FIT[message])
     assert str(error.value) == message
 
 
@@ -207,16 +252,19 @@ def test_the_kernel_takes_real_shapes(name: str) -> None:
     assert unsupported(arrays) is None
 
 
-def test_the_kernel_needs_a_gpu() -> None:
+@pytest.mark.parametrize("op", [markov_argmax, markov_logits])
+def test_the_kernels_need_a_gpu(op: Any) -> None:
     if jax.default_backend() == "gpu":
         pytest.skip("there is one here")
-    expected = "^markov_argmax, implementation 'mosaic_gpu': expected an NVIDIA GPU, got cpu$"
+    expected = f"^{op.__name__}, implementation 'mosaic_gpu': expected an NVIDIA GPU, got cpu$"
     with pytest.raises(ValueError, match=expected):
-        markov_argmax(FITS, implementation="mosaic_gpu")
+        op(FITS, implementation="mosaic_gpu")
 
 
 def test_bytes_are_w2_and_each_rows_part_of_w1_logits_and_tokens() -> None:
     assert bytes_moved(Shape(3, 64, 128)) == 2 * 64 * 128 + 3 * (2 * 64 + 4 * 128 + 8)
+    written = bytes_moved(Shape(3, 64, 128), writes=True)
+    assert written == 2 * 64 * 128 + 3 * (2 * 64 + 2 * 4 * 128 + 4)
 
 
 # ---- on the device
@@ -231,6 +279,7 @@ def test_is_lookup_product_sum_and_argmax_to_the_bit_on_the_gpu(name: str) -> No
     for step in range(shape.steps):
         inputs = replace(inputs, step=jnp.int32(step))
         np.testing.assert_array_equal(run(inputs), separately(inputs, "mosaic_gpu"))
+        np.testing.assert_array_equal(written_logits(inputs), with_sum(inputs, "mosaic_gpu"))
     assert_largest(inputs, run(inputs))
     inputs = of_rounding(inputs)
     np.testing.assert_array_equal(run(inputs), separately(inputs, "mosaic_gpu"))

@@ -1,4 +1,4 @@
-"""Inputs of markov_argmax."""
+"""Inputs of a Markov head's step."""
 
 from __future__ import annotations
 

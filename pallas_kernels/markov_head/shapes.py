@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.markov_argmax.inputs import Inputs
+from pallas_kernels.markov_head.inputs import Inputs
 
 
 @dataclass(frozen=True)
@@ -50,8 +50,11 @@ def make_inputs(shape: Shape, seed: int) -> Inputs:
     )
 
 
-def bytes_moved(shape: Shape) -> int:
-    """Return the fewest bytes: W2, and for each row its part of W1, its logits and two tokens."""
+def bytes_moved(shape: Shape, *, writes: bool = False) -> int:
+    """Return the fewest bytes: W2, and for each row its part of W1, its logits and two tokens.
+
+    writes: the logits, in place of the second token
+    """
     size = jnp.dtype(shape.dtype).itemsize
-    of_row = size * shape.rank + 4 * shape.vocab + 8
+    of_row = size * shape.rank + 4 * shape.vocab + (4 * shape.vocab + 4 if writes else 8)
     return size * shape.rank * shape.vocab + shape.rows * of_row

@@ -1,0 +1,45 @@
+"""A Markov head's steps compiled for an H200: a kernel each, no spills."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import Any
+
+import jax
+import pytest
+
+from pallas_kernels.markov_head import Inputs, markov_argmax, markov_logits
+from pallas_kernels.markov_head.shapes import SHAPES, Shape, make_inputs
+from tests.support import h200
+
+pytestmark = [
+    pytest.mark.aot,
+    pytest.mark.skipif(h200.unavailable() is not None, reason=str(h200.unavailable())),
+]
+
+
+PADDED = {"24 rows": Shape(24, 64, 49_152)}  # of a bucket that is no power of two
+
+
+@pytest.mark.parametrize(
+    ("op", "launches"),
+    [(markov_argmax, ["custom-call", "fusion"]), (markov_logits, ["custom-call"])],
+    ids=["largest", "logits"],
+)
+@pytest.mark.parametrize("name", SHAPES | PADDED)
+def test_is_one_kernel_without_spills(name: str, op: Any, launches: list[str]) -> None:
+    """XLA compares the largest of all blocks, and copies no logits."""
+
+    def step(base: jax.Array, inputs: Inputs) -> jax.Array:
+        return op(replace(inputs, base=base), implementation="mosaic_gpu")
+
+    inputs = jax.eval_shape(lambda: make_inputs((SHAPES | PADDED)[name], seed=0))
+    donated = () if op is markov_argmax else (0,)
+    with h200.ptxas_report() as report:
+        compiled = h200.compile_for_h200(step, inputs.base, inputs, donate_argnums=donated)
+        found = h200.stack_and_spills(report())
+    assert found == [(0, 0, 0)], f"expected one kernel without spills, got {found}"
+    hlo = compiled.as_text()
+    entry = hlo[hlo.index("ENTRY") :]
+    assert re.findall(r" (fusion|custom-call|copy|gather|reduce|pad|slice)\(", entry) == launches
