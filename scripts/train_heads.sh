@@ -6,8 +6,8 @@
 #   DRY=--dry-run MINUTES=6 WRITE_MINUTES=1 bash scripts/train_heads.sh OUT           # every stage with a tiny random target on a CPU
 #
 # All GPUs write chats first. The first half of them write short ones, half of these from tasks and PROMPTS; the others write long ones, from
-# prompts that are cut out of LONG_SOURCES. Chats keep out the prompts of EVAL and of scripts/prompts/validation.jsonl, by which training
-# measures. Then each head trains, on GPUs of its own. Last, each one's acceptance is measured. The EAGLE heads get a window of 512 tokens.
+# prompts that are cut out of LONG_SOURCES. Chats keep out the prompts of EVAL, of scripts/prompts/validation.jsonl, by which training
+# measures, and of selection.jsonl beside it, by which one chooses among heads. Then each head trains, on GPUs of its own. Last, each one's acceptance is measured. The EAGLE heads get a window of 512 tokens.
 #
 #   OUT/NAME/head     the head (NAME: dspark, eagle3 or eagle), its record, picture and card; OUT/NAME/pieces has it in files of 15 MiB
 #   OUT/log           what each stage printed
@@ -27,7 +27,7 @@
 set -u
 shopt -s nullglob
 out=${1:?expected a folder for the results: bash scripts/train_heads.sh OUT}
-python=${PYTHON:-python3} dry=${DRY:-} lengths=${LENGTHS:-} validation=scripts/prompts/validation.jsonl
+python=${PYTHON:-python3} dry=${DRY:-} lengths=${LENGTHS:-} validation=scripts/prompts/validation.jsonl selection=scripts/prompts/selection.jsonl
 seed=${SEED:-0} minutes=${MINUTES:-27} write_minutes=${WRITE_MINUTES:-5.5} measure_minutes=${MEASURE_MINUTES:-2}
 if [ -z "$dry" ]; then
   prompts=${PROMPTS:?expected a file of prompts that chats begin with} eval=${EVAL:?expected the file of prompts that heads are measured on}
@@ -72,7 +72,7 @@ say "writing chats"
 half=$(((${#all[@]} + 1) / 2))
 for i in "${!all[@]}"; do
   if [ "$i" -lt $half ]; then kind=("${short[@]}" --shard $i/$half); else kind=("${long[@]}" --shard $((i - half))/$((${#all[@]} - half))); fi
-  draft "${all[i]}" write$i.log "${eval:-}" generate --output "$out/chats$i" --keep-out "$validation" --generate-minutes "$(until_minute "$write_minutes")" \
+  draft "${all[i]}" write$i.log "${eval:-}" generate --output "$out/chats$i" --keep-out "$validation" --keep-out "$selection" --generate-minutes "$(until_minute "$write_minutes")" \
     --seed $((seed + i)) --greedy-share 0.75 --opened-share 0.6 --max-user-tokens 192 --max-answer-tokens 288 "${kind[@]}" &
 done
 wait

@@ -59,7 +59,9 @@ def test_the_recipe_ends_where_no_writer_finished_a_chat(tmp_path: Path) -> None
 
 def test_each_writer_keeps_out_the_prompts_that_heads_are_chosen_by(tmp_path: Path) -> None:
     _, writers = without_writers(tmp_path)
-    kept_out = "--keep-out scripts/prompts/validation.jsonl"
+    kept_out = (
+        "--keep-out scripts/prompts/validation.jsonl --keep-out scripts/prompts/selection.jsonl"
+    )
     assert len(writers) == 4 and all(kept_out in arguments for arguments in writers)
 
 
