@@ -19,6 +19,7 @@ import ml_dtypes
 import numpy as np
 
 from jaxspec.config import ConfigError
+from jaxspec.config.quantization import block_sizes
 from jaxspec.config.quantization.forms import SCALE_DTYPES
 from jaxspec.config.reading import shown
 from jaxspec.layers.quantized import rounding
@@ -83,14 +84,11 @@ def with_scales(
         raise ConfigError(
             f"{source} quantization_config: expected fmt 'e4m3', got {shown(quantization['fmt'])}"
         )
-    block = quantization.get("weight_block_size")
-    if not (
-        isinstance(block, list | tuple)
-        and len(block) == 2
-        and all(type(n) is int and n > 0 for n in block)
-    ):
+    given = quantization.get("weight_block_size")
+    block = block_sizes(given)
+    if block is None:
         raise ConfigError(
-            f"{source} quantization_config: expected weight_block_size as two sizes, got {block!r}"
+            f"{source} quantization_config: expected weight_block_size as two sizes, got {given!r}"
         )
     found: dict[str, Tensor | ScaledTensor] = {}
     for name, tensor in tensors.items():
@@ -120,5 +118,5 @@ def with_scales(
                 f"{source} {name + SCALE}: expected {expected} scales of a matrix {tensor.shape}, "
                 f"got {scales.shape}"
             )
-        found[name] = ScaledTensor(tensor, scales, (block[0], block[1]), name)
+        found[name] = ScaledTensor(tensor, scales, block, name)
     return found

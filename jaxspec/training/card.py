@@ -10,7 +10,8 @@ from typing import Any
 
 from huggingface_hub import ModelCard, ModelCardData
 
-from jaxspec.config import ConfigError, shown
+from jaxspec.config import ConfigError, read_object, shown
+from jaxspec.config.quantization import block_sizes
 from jaxspec.loading.checkpoint import read_json
 from jaxspec.loading.resolve import HUB_ID
 from jaxspec.tools.acceptance.rounds import join
@@ -113,17 +114,16 @@ def card(
 def weight_format(head: Path) -> str:
     """Return how a head's files store its weights, by its config.json if there is one."""
     config = head / "config.json"
-    stored = read_json(config).get("quantization_config") if config.is_file() else None
+    stored = read_object(read_json(config), "quantization_config") if config.is_file() else {}
     if not stored:
         return PLAIN
-    try:
-        rows, columns = stored["weight_block_size"]
-    except (KeyError, TypeError, ValueError):
+    sizes = block_sizes(stored.get("weight_block_size"))
+    if sizes is None:
         raise ConfigError(
             f"{config}: expected a weight_block_size of two sizes in quantization_config, got "
             f"{shown(stored)}"
-        ) from None
-    return FLOAT8.format(rows, columns)
+        )
+    return FLOAT8.format(*sizes)
 
 
 def _head_table(record: Record, weights: str, about_target: str, licence: str) -> str:

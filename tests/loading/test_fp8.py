@@ -124,7 +124,7 @@ def test_what_does_not_fit_is_an_error(message: str, tmp_path: Path) -> None:
         opened(write(tmp_path, values, config))
 
 
-@pytest.mark.parametrize("size", [[128], [128, 0], [128, 64.5], 128, None])
+@pytest.mark.parametrize("size", [[128], [128, 0], [128, 64.5], [True, 8], 128, None])
 def test_a_block_has_two_sizes(size: Any, tmp_path: Path) -> None:
     config = {"quantization_config": {"quant_method": "fp8", "weight_block_size": size}}
     message = f"quantization_config: expected weight_block_size as two sizes, got {size}"

@@ -13,6 +13,7 @@ from jaxspec.config.quantization.forms import (
     Fp8Form,
     Int4Form,
     Quantization,
+    block_sizes,
     check_fp8_scheme,
     checked_pattern,
     exactly,
@@ -126,7 +127,7 @@ def _fp8(weights: Mapping[str, Any], inputs: Mapping[str, Any], where: str) -> F
     dynamic = expect(inputs, "dynamic", True, False, None, where=of_inputs)
     if scales == "block":
         structure = weights.get("block_structure")
-        if structure not in ([BLOCK, BLOCK], f"{BLOCK}x{BLOCK}"):
+        if block_sizes(structure) != (BLOCK, BLOCK) and structure != f"{BLOCK}x{BLOCK}":
             raise ConfigError(
                 f"quantization_config{own}: expected block_structure [{BLOCK}, {BLOCK}], "
                 f"got {shown(structure)}"

@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeVar, cast, get_args
 
 import regex
 
-from jaxspec.config.reading import ConfigError, shown
+from jaxspec.config.reading import ConfigError, is_positive_int, shown
 
 Config = TypeVar("Config")
 BLOCK = 128  # rows and columns that share a scale, and activations that do
@@ -202,6 +202,14 @@ def expect(settings: Mapping[str, Any], key: str, *values: object, where: str = 
             f"quantization_config{where}: expected {key} {wanted}, got {shown(value)}"
         )
     return value
+
+
+def block_sizes(value: object) -> tuple[int, int] | None:
+    """Return the rows and columns of a block by a config's value, None for any other value."""
+    match value:
+        case [rows, columns] if is_positive_int(rows) and is_positive_int(columns):
+            return rows, columns
+    return None
 
 
 def check_fp8_scheme(scheme: Mapping[str, Any], *dynamic: object) -> None:

@@ -12,6 +12,7 @@ from jaxspec.config.quantization.forms import (
     KEPT,
     Fp8Form,
     Quantization,
+    block_sizes,
     checked_pattern,
     expect,
     read_names,
@@ -38,7 +39,7 @@ def read(settings: Mapping[str, Any]) -> Quantization:
             raise dynamic_scale_of_all_rows("")
         form = Fp8Form("tensor", "static", "fp8")
     else:
-        if block not in ([BLOCK, BLOCK], (BLOCK, BLOCK)):
+        if block_sizes(block) != (BLOCK, BLOCK):
             raise ConfigError(
                 f"quantization_config: expected weight_block_size [{BLOCK}, {BLOCK}], "
                 f"got {shown(block)}"
