@@ -20,7 +20,7 @@ from rich.table import Table
 
 from jaxspec import LLM, RequestOutput, SamplingParams, SpeculativeConfig
 from jaxspec.config import ConfigError
-from jaxspec.config.quantization import WHILE_LOADING
+from jaxspec.config.quantization import FROM_FLOATS
 from jaxspec.loading.conversion import convert_checkpoint
 from jaxspec.loading.resolve import resolve
 from jaxspec.tools import report
@@ -30,7 +30,7 @@ from jaxspec.tools.prompts import DEMO
 
 TEXTS = Path(__file__).parent / "prompts" / "summaries.jsonl"
 PLAIN, KEYS_AND_VALUES = "plain", "fp8-kv"
-FORMS = (PLAIN, *WHILE_LOADING, KEYS_AND_VALUES)
+FORMS = (PLAIN, *FROM_FLOATS, KEYS_AND_VALUES)
 
 
 @dataclass(frozen=True)

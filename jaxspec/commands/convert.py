@@ -14,9 +14,10 @@ from typing import Annotated
 import typer
 
 from jaxspec.config import ConfigError
+from jaxspec.config.quantization import FROM_FLOATS
 from jaxspec.drafts.head_layout import is_head
 from jaxspec.loading.checkpoint import open_checkpoint
-from jaxspec.loading.conversion import FORMATS, convert_checkpoint
+from jaxspec.loading.conversion import convert_checkpoint
 from jaxspec.loading.head_conversion import PLAIN, convert_head
 from jaxspec.loading.resolve import own_drafts, resolve
 from jaxspec.tools.cli import command, one_of, option
@@ -41,7 +42,7 @@ def main(
     A draft head takes fp8-block, which is plain again once it is loaded, and which other programs
     do not read. bfloat16 writes that head for them.
     """
-    one_of("--format", format, (*FORMATS, PLAIN))
+    one_of("--format", format, (*FROM_FLOATS, PLAIN))
     folder = own_drafts().get(source) or resolve(source, kind="target")
     checkpoint = open_checkpoint(folder)
     if format == PLAIN or is_head(checkpoint.config, checkpoint.tensors):

@@ -10,15 +10,25 @@ from __future__ import annotations
 import re
 import shutil
 from collections.abc import Container, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import numpy as np
 
 from jaxspec import models
 from jaxspec.config import ConfigError
-from jaxspec.config.quantization import BLOCK, GROUPS, Form, Fp8Form, Int4Form, scale_dtype_of
+from jaxspec.config.quantization import (
+    BLOCK,
+    FROM_FLOATS,
+    GROUPS,
+    Form,
+    Int4Form,
+    Quantize,
+    form_of_floats,
+    scale_dtype_of,
+)
 from jaxspec.config.quantization.forms import SCALE_DTYPES
 from jaxspec.layers.params import Weight, is_spec
 from jaxspec.layers.quantized import files, rounding
@@ -32,8 +42,6 @@ from jaxspec.loading.shards import write_json, write_shards
 from jaxspec.loading.weight_checks import check_finite
 from jaxspec.loading.weights import check_shapes
 
-Format = Literal["fp8", "fp8-block", "int4"]
-FORMATS: tuple[Format, ...] = ("fp8", "fp8-block", "int4")
 # Files beside the weights that the new folder has too.
 COPIED = ("*.json", "*.jinja", "*.model", "*.txt")
 OWN = ("config.json", INDEX, SINGLE)
@@ -41,26 +49,30 @@ EXPERT = re.compile(r".*\.experts\.")
 
 
 def convert_checkpoint(
-    source: Path, out: Path, format: Format, *, group_size: int | None = None
+    source: Path, out: Path, format: Quantize, *, group_size: int | None = None
 ) -> Path:
     """Write the target in `source`, quantised, into `out`, which must not exist.
 
     The folder appears whole or not at all.
 
+    format:     the form of its products' matrices, a key of FROM_FLOATS
     group_size: weights that share a scale, for int4 alone; None: 128
 
     ConfigError for a source that is quantised already, whose tensors are not those of its config or
     not finite, and for shapes that the format does not take.
     """
-    if format not in FORMATS:
-        raise ConfigError(f"format: expected one of {', '.join(FORMATS)}, got {format!r}")
+    if format not in FROM_FLOATS:
+        raise ConfigError(f"format: expected one of {', '.join(FROM_FLOATS)}, got {format!r}")
     if group_size is not None and (format != "int4" or group_size not in GROUPS):
         raise ConfigError(
             f"group_size: expected one of {', '.join(map(str, GROUPS))} with format 'int4', got "
             f"{group_size!r} with {format!r}"
         )
     checkpoint = open_plain(source)
-    form = _form(format, checkpoint.config, group_size or BLOCK)
+    # Scales of 4 bits have the dtype of the weights, as llm-compressor's.
+    form = form_of_floats(format, scale_dtype_of(checkpoint.config))
+    if isinstance(form, Int4Form) and group_size is not None:
+        form = replace(form, group_size=group_size)
     modules, wanted = product_modules(checkpoint, form)
     check_modules(modules, form, source)
     ignored = _ignored(checkpoint, modules)
@@ -182,16 +194,6 @@ def compressed_tensors_config(form: Form, ignored: list[str]) -> dict[str, Any]:
         "kv_cache_scheme": None,
         "global_compression_ratio": None,
     }
-
-
-def _form(format: Format, config: Mapping[str, Any], group_size: int) -> Form:
-    if format == "fp8":
-        return Fp8Form("channel", "token", "floats")
-    if format == "fp8-block":
-        return Fp8Form("block", "block", "floats")
-    # Scales have the dtype of the weights, as llm-compressor's.
-    scale_dtype = scale_dtype_of(config)
-    return Int4Form(group_size, has_zeros=False, source="floats", scale_dtype=scale_dtype)
 
 
 def _ignored(checkpoint: Checkpoint, modules: Mapping[str, Shape]) -> list[str]:

@@ -28,7 +28,7 @@ from jaxspec.config import (
 from jaxspec.config.draft_methods import HELD_BY_DRAFT, OPTIONS
 from jaxspec.config.keys import ENGINE, own_keys
 from jaxspec.config.quantization import (
-    WHILE_LOADING,
+    FROM_FLOATS,
     form_while_loading,
     is_while_loading,
     quantization_of,
@@ -223,7 +223,7 @@ def _check_given_draft(speculative: SpeculativeConfig, draft: Any) -> None:
     for name in ("eagle_aux_hidden_state_layer_ids", "draft_confidence_threshold"):
         held[name] = held[name] or None  # () and 0.0, by which a config says none
     quantization = quantization_of(draft)
-    made = (form for form in WHILE_LOADING if is_while_loading(quantization, form))
+    made = (form for form in FROM_FLOATS if is_while_loading(quantization, form))
     held["draft_quantize"] = next(made, None)
     for name, own in held.items():
         default, value = defaults[name], getattr(speculative, name)

@@ -10,7 +10,7 @@ import pytest
 from jaxspec import models
 from jaxspec.config import ConfigError
 from jaxspec.config.quantization import (
-    WHILE_LOADING,
+    FROM_FLOATS,
     Fp8Form,
     Int4Form,
     form_while_loading,
@@ -87,7 +87,7 @@ def test_each_published_form_is_read_and_the_head_is_left(name: str) -> None:
     assert hash(found) == hash(read(settings))  # part of a static config
 
 
-@pytest.mark.parametrize("name", WHILE_LOADING)
+@pytest.mark.parametrize("name", FROM_FLOATS)
 def test_heads_and_routers_stay_plain_while_loading(name: Any) -> None:
     """So does the projection before a module of multi-token prediction, but not its layer."""
     found = while_loading(name, "float16")
@@ -116,7 +116,7 @@ def test_a_checkpoints_own_method_quantises_nothing(
     assert form_while_loading(settled, {"quantization_config": config}) == form
 
 
-@pytest.mark.parametrize("form", WHILE_LOADING)
+@pytest.mark.parametrize("form", FROM_FLOATS)
 def test_a_form_is_laid_over_plain_weights_alone(form: Any) -> None:
     """Also where a caller has not asked form_while_loading, which knows the checkpoint's method."""
     plain = models.config_from_hf(quantized.NARROW)

@@ -15,9 +15,9 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from jaxspec.config import ConfigError
-from jaxspec.config.quantization import read_quantization
+from jaxspec.config.quantization import FROM_FLOATS, read_quantization
 from jaxspec.loading import conversion
-from jaxspec.loading.conversion import FORMATS, convert_checkpoint
+from jaxspec.loading.conversion import convert_checkpoint
 from jaxspec.loading.model import load_target
 from tests.support import quantized
 from tests.support.families import TARGETS
@@ -41,7 +41,7 @@ def codes_of(folder: Path, format: str) -> dict[str, np.ndarray]:
     return found
 
 
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", FROM_FLOATS)
 def test_a_converted_checkpoint_reads_the_codes_that_were_written(
     format: Any, source: Path, tmp_path: Path
 ) -> None:
@@ -59,7 +59,7 @@ def test_a_converted_checkpoint_reads_the_codes_that_were_written(
         assert (out / file).read_bytes() == (again / file).read_bytes()
 
 
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", FROM_FLOATS)
 def test_each_weight_is_within_half_a_code_of_the_plain_one(
     format: Any, source: Path, tmp_path: Path
 ) -> None:
@@ -96,7 +96,7 @@ def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return quantized.plain_checkpoint(tmp_path_factory.mktemp("experts") / "s", quantized.EXPERTS)
 
 
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", FROM_FLOATS)
 def test_experts_are_quantised_and_routers_keep_their_weights(
     format: Any, experts: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -19,8 +19,8 @@ from typing import Any
 from jaxspec.config.quantization import awq, compressed_tensors, fp8, gptq, modelopt
 from jaxspec.config.quantization.forms import (
     BLOCK,
+    FROM_FLOATS,
     GROUPS,
-    WHILE_LOADING,
     Config,
     Form,
     Fp8Form,
@@ -29,6 +29,7 @@ from jaxspec.config.quantization.forms import (
     Quantization,
     Quantize,
     block_sizes,
+    form_of_floats,
     is_while_loading,
     quantization_of,
     scale_dtype_of,
@@ -39,8 +40,8 @@ from jaxspec.config.reading import ConfigError, read_bool, read_object, shown
 
 __all__ = [
     "BLOCK",
+    "FROM_FLOATS",
     "GROUPS",
-    "WHILE_LOADING",
     "Form",
     "Fp8Form",
     "Int4Form",
@@ -48,6 +49,7 @@ __all__ = [
     "Quantization",
     "Quantize",
     "block_sizes",
+    "form_of_floats",
     "form_while_loading",
     "is_made_plain",
     "is_while_loading",
@@ -110,7 +112,7 @@ def is_made_plain(config: Mapping[str, Any]) -> bool:
 def form_while_loading(
     quantize: Quantize | OwnMethod | None, config: Mapping[str, Any], *, key: str = "quantize"
 ) -> Quantize | None:
-    """Return the name of the form, a key of WHILE_LOADING, that plain weights get while they load.
+    """Return the name of the form, a key of FROM_FLOATS, that plain weights get while they load.
 
     quantize: a form, or the checkpoint's own method, which needs none (None)
     config:   its config.json
@@ -126,9 +128,9 @@ def form_while_loading(
             f"{key}: expected None or {own!r} for a checkpoint that is quantised already, "
             f"got {quantize!r}"
         )
-    if quantize not in WHILE_LOADING:
+    if quantize not in FROM_FLOATS:
         raise ConfigError(
-            f"{key}: expected None or one of {', '.join(WHILE_LOADING)} for plain weights, "
+            f"{key}: expected None or one of {', '.join(FROM_FLOATS)} for plain weights, "
             f"got {quantize!r}"
         )
     return quantize
@@ -160,7 +162,7 @@ def quantized(
         raise ConfigError(
             f"{key}: expected None for a checkpoint that is quantised already, got {form!r}"
         )
-    assert form in WHILE_LOADING, "form_while_loading refuses a method with plain weights"
+    assert form in FROM_FLOATS, "form_while_loading refuses a method with plain weights"
     return replace(held, quantization=while_loading(form, scale_dtype_of(config)))
 
 

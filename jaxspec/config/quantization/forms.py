@@ -116,7 +116,8 @@ Quantize = Literal["fp8", "fp8-block", "int4"]
 # The quant_method of a checkpoint; its "fp8" is a name of both.
 OwnMethod = Literal["awq", "compressed-tensors", "gptq", "modelopt", "mxfp4"]
 _KERNEL = "_marlin"  # vLLM's names of methods with the kernel that multiplies
-WHILE_LOADING: dict[Quantize, Form] = {
+# Of plain weights that are quantised: while they load, or by the conversion of their checkpoint.
+FROM_FLOATS: dict[Quantize, Form] = {
     "fp8": Fp8Form("channel", "token", "floats"),
     "fp8-block": Fp8Form("block", "block", "floats"),
     # Tables take smaller groups where a width is no multiple of these.
@@ -132,20 +133,26 @@ KEPT: tuple[tuple[str, Form | None], ...] = (
 )
 
 
-def while_loading(name: Quantize, scale_dtype: str) -> Quantization:
-    """Return the quantisation of plain weights as they load: all matrices of the layers' products.
+def form_of_floats(name: Quantize, scale_dtype: str) -> Form:
+    """Return the form that plain weights get by this name.
 
     scale_dtype: of 4-bit weights; see scale_dtype_of
     """
-    form = WHILE_LOADING[name]
-    if isinstance(form, Int4Form):
-        form = replace(form, scale_dtype=scale_dtype)
-    return Quantization((*KEPT, (".*", form)))
+    form = FROM_FLOATS[name]
+    return replace(form, scale_dtype=scale_dtype) if isinstance(form, Int4Form) else form
+
+
+def while_loading(name: Quantize, scale_dtype: str) -> Quantization:
+    """Return the quantisation of plain weights as they load: all matrices of the layers' products.
+
+    name, scale_dtype: see form_of_floats
+    """
+    return Quantization((*KEPT, (".*", form_of_floats(name, scale_dtype))))
 
 
 def is_while_loading(held: Quantization | None, name: Quantize | OwnMethod | None) -> bool:
     """Return whether weights have been quantised to this form as they were loaded."""
-    if name not in WHILE_LOADING:
+    if name not in FROM_FLOATS:
         return False
     return held in [while_loading(name, dtype) for dtype in SCALE_DTYPES]
 
@@ -153,9 +160,9 @@ def is_while_loading(held: Quantization | None, name: Quantize | OwnMethod | Non
 def settled_quantize(key: str, value: object) -> Quantize | OwnMethod | None:
     """Return the value of a setting; ConfigError unless it is None, a form or a method."""
     named = value.removesuffix(_KERNEL) if isinstance(value, str) else None
-    if value is not None and named not in (*WHILE_LOADING, *get_args(OwnMethod)):
+    if value is not None and named not in (*FROM_FLOATS, *get_args(OwnMethod)):
         raise ConfigError(
-            f"{key}: expected None, one of {', '.join(WHILE_LOADING)}, or a checkpoint's own "
+            f"{key}: expected None, one of {', '.join(FROM_FLOATS)}, or a checkpoint's own "
             f"method ({', '.join(get_args(OwnMethod))}), got {shown(value)}"
         )
     return cast("Quantize | OwnMethod | None", named)

@@ -7,7 +7,7 @@ from typing import Any
 
 from jaxspec import models
 from jaxspec.config import AttentionConfig, ConfigError, MLAConfig, RopeConfig
-from jaxspec.config.quantization import WHILE_LOADING, quantized
+from jaxspec.config.quantization import FROM_FLOATS, quantized
 from jaxspec.drafts import (
     BLOCKS,
     DFlashConfig,
@@ -207,7 +207,7 @@ QUANTIZED: dict[str, Dimensions] = {
         PLAIN[name], target=quantized(PLAIN[name].target, form, {"dtype": "bfloat16"})
     )
     for name in ("llama-3-8b", "qwen3-8b", "qwen3-30b-a3b", "llama-3-70b")
-    for form in WHILE_LOADING
+    for form in FROM_FLOATS
 }
 MODELS: dict[str, Dimensions] = {**PLAIN, **QUANTIZED}
 
