@@ -27,12 +27,7 @@ from jaxspec.config import (
 )
 from jaxspec.config.draft_methods import HELD_BY_DRAFT, OPTIONS
 from jaxspec.config.keys import ENGINE, own_keys
-from jaxspec.config.quantization import (
-    FROM_FLOATS,
-    form_while_loading,
-    is_while_loading,
-    quantization_of,
-)
+from jaxspec.config.quantization import Quantization, form_while_loading, quantization_of
 from jaxspec.layers.params import Params
 from jaxspec.loading.cache import keep_compiled_programs
 from jaxspec.loading.checkpoint import open_checkpoint, read_model_config
@@ -223,8 +218,7 @@ def _check_given_draft(speculative: SpeculativeConfig, draft: Any) -> None:
     for name in ("eagle_aux_hidden_state_layer_ids", "draft_confidence_threshold"):
         held[name] = held[name] or None  # () and 0.0, by which a config says none
     quantization = quantization_of(draft)
-    made = (form for form in FROM_FLOATS if is_while_loading(quantization, form))
-    held["draft_quantize"] = next(made, None)
+    held["draft_quantize"] = quantization and quantization.from_floats
     for name, own in held.items():
         default, value = defaults[name], getattr(speculative, name)
         if value in (default, own):
@@ -264,8 +258,8 @@ def given_parts(
     if speculative is not None:
         _check_given_draft(speculative, draft[0])
     if config is not None and config.quantize is not None:
-        held = getattr(target[0], "quantization", None)
-        if not is_while_loading(held, config.quantize):
+        held: Quantization | None = getattr(target[0], "quantization", None)
+        if held is None or held.from_floats != config.quantize:
             raise ConfigError(
                 f"quantize: expected None for weights that are loaded already, "
                 f"got {config.quantize!r}"

@@ -17,7 +17,7 @@ from jaxspec import models
 from jaxspec.cache.pool_sizes import demand
 from jaxspec.commands import plan as script
 from jaxspec.config import CacheGroup, EngineConfig, Ops, SpeculativeConfig
-from jaxspec.config.quantization import Quantize, is_while_loading
+from jaxspec.config.quantization import Quantize
 from jaxspec.drafts import mtp
 from jaxspec.engine.buckets import Buckets
 from jaxspec.loading.conversion import convert_checkpoint
@@ -246,8 +246,8 @@ def test_a_smaller_model_may_be_quantised_in_the_plan(form: Quantize | None) -> 
     target = models.config_from_hf(script.config_of(NAMES[0]))
     given = SpeculativeConfig(NAMES[0], "draft_model", draft_quantize=form)
     draft = script.read_draft(NAMES[0], target, given)
-    assert is_while_loading(draft.model.quantization, form) == (form is not None)
-    assert (draft.model.quantization is None) == (form is None)
+    held = draft.model.quantization
+    assert held is None if form is None else held.from_floats == form
 
 
 def test_the_plan_reads_the_dtype_of_a_drafts_caches_from_its_checkpoint(tmp_path: Path) -> None:

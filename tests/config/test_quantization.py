@@ -14,7 +14,6 @@ from jaxspec.config.quantization import (
     Fp8Form,
     Int4Form,
     form_while_loading,
-    is_while_loading,
     read_quantization,
     settled_quantize,
 )
@@ -84,6 +83,7 @@ def test_each_published_form_is_read_and_the_head_is_left(name: str) -> None:
     found = read(settings)
     assert found.form_of(Q_PROJ) == form
     assert found.form_of("lm_head") is None
+    assert found.from_floats is None
     assert hash(found) == hash(read(settings))  # part of a static config
 
 
@@ -94,7 +94,7 @@ def test_heads_and_routers_stay_plain_while_loading(name: Any) -> None:
     for kept in ("lm_head", "model.layers.1.mlp.gate", "model.mtp_layers.0.input_proj"):
         assert found.form_of(kept) is None
     form = found.form_of("model.mtp_layers.0.mlp.gate_proj")
-    assert form is not None and is_while_loading(found, name)
+    assert form is not None and found.from_floats == name
     assert name != "int4" or form.scale_dtype == "float16"  # type: ignore[union-attr]
 
 
@@ -121,7 +121,7 @@ def test_a_form_is_laid_over_plain_weights_alone(form: Any) -> None:
     """Also where a caller has not asked form_while_loading, which knows the checkpoint's method."""
     plain = models.config_from_hf(quantized.NARROW)
     found: Any = with_form(plain, form, quantized.NARROW)
-    assert is_while_loading(found.quantization, form)
+    assert found.quantization.from_floats == form
     coded = quantized.NARROW | {"quantization_config": quantized.DEEPSEEK_FP8}
     cfg = models.config_from_hf(coded)
     assert with_form(cfg, None, coded) == cfg

@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import product
 from typing import Any, Literal, TypeVar, cast, get_args
 
 import regex
@@ -101,6 +102,14 @@ class Quantization:
         """All forms that modules may have."""
         return tuple(dict.fromkeys(form for _, form in self.rules if form is not None))
 
+    @property
+    def from_floats(self) -> Quantize | None:
+        """Name of the form that plain weights got as they were loaded; None for stored codes."""
+        for name, scale_dtype in product(FROM_FLOATS, SCALE_DTYPES):
+            if form_of_floats(name, scale_dtype) in self.forms:
+                return name
+        return None
+
 
 def quantization_of(cfg: Any) -> Quantization | None:
     """Return the quantisation of a target, or of the model whose weights a draft has.
@@ -148,13 +157,6 @@ def while_loading(name: Quantize, scale_dtype: str) -> Quantization:
     name, scale_dtype: see form_of_floats
     """
     return Quantization((*KEPT, (".*", form_of_floats(name, scale_dtype))))
-
-
-def is_while_loading(held: Quantization | None, name: Quantize | OwnMethod | None) -> bool:
-    """Return whether weights have been quantised to this form as they were loaded."""
-    if name not in FROM_FLOATS:
-        return False
-    return held in [while_loading(name, dtype) for dtype in SCALE_DTYPES]
 
 
 def settled_quantize(key: str, value: object) -> Quantize | OwnMethod | None:
