@@ -21,7 +21,7 @@ from rich.table import Table
 from jaxspec import models
 from jaxspec.cache.arrays import own_cache_dtype
 from jaxspec.config import ConfigError, EngineConfig, SpeculativeConfig
-from jaxspec.config.quantization import form_while_loading, quantized
+from jaxspec.config.quantization import with_form
 from jaxspec.drafts import (
     MODEL_FREE,
     DraftModelConfig,
@@ -91,7 +91,7 @@ def main(
             f"--max-model-len: expected at most the target's max_position_embeddings {limit}, "
             f"got {config.max_model_len}"
         )
-    target_cfg = quantized(target_cfg, form_while_loading(config.quantize, own), own)
+    target_cfg = with_form(target_cfg, config.quantize, own)
     kv_cache_dtype = own_cache_dtype(config.kv_cache_dtype, target_cfg)
     config = replace(config, kv_cache_dtype=kv_cache_dtype)
     if dequantised and expert_storage(target_cfg) is None:
@@ -210,8 +210,8 @@ def read_draft(name: str, target: Any, speculative: SpeculativeConfig) -> Any:
     cfg = family.config_from_checkpoint(config, shapes, target, speculative)
     form, key = speculative.draft_quantize, "draft_quantize"
     if isinstance(cfg, DraftModelConfig):
-        return replace(cfg, model=quantized(cfg.model, form, config, key=key))
-    return quantized(cfg, form, config, key=key)
+        return replace(cfg, model=with_form(cfg.model, form, config, key=key))
+    return with_form(cfg, form, config, key=key)
 
 
 def show_tables(plan: MemoryPlan, console: Console) -> None:

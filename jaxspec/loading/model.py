@@ -18,7 +18,7 @@ from jaxspec.config.quantization import (
     Quantize,
     is_made_plain,
     quantization_of,
-    quantized,
+    with_form,
 )
 from jaxspec.config.reading import values_as_sentences
 from jaxspec.drafts import draft_model
@@ -78,16 +78,19 @@ def load_target(
 
 
 def with_quantization(
-    cfg: Config, checkpoint: Checkpoint, form: Quantize | OwnMethod | None, key: str = "quantize"
+    cfg: Config,
+    checkpoint: Checkpoint,
+    quantize: Quantize | OwnMethod | None,
+    key: str = "quantize",
 ) -> Config:
     """Return a model's config with the quantisation of its weights once they are loaded.
 
     Codes of the checkpoint keep the dtype of their scales, and plain weights get the form.
 
-    form, key: see quantized
+    quantize, key: see form_while_loading
     """
     cfg = with_stored_scales(cfg, checkpoint.tensors)
-    return quantized(cfg, form, checkpoint.config, key=key)
+    return with_form(cfg, quantize, checkpoint.config, key=key)
 
 
 def table_tensors(checkpoint: Checkpoint, cfg: Any, specs: Params) -> Mapping[str, LazyTensor]:

@@ -16,8 +16,8 @@ from jaxspec.config.quantization import (
     form_while_loading,
     read_quantization,
     settled_quantize,
+    with_form,
 )
-from jaxspec.config.quantization import quantized as with_form
 from jaxspec.config.quantization.forms import while_loading
 from tests.support import quantized
 
@@ -118,19 +118,19 @@ def test_a_checkpoints_own_method_quantises_nothing(
 
 @pytest.mark.parametrize("form", FROM_FLOATS)
 def test_a_form_is_laid_over_plain_weights_alone(form: Any) -> None:
-    """Also where a caller has not asked form_while_loading, which knows the checkpoint's method."""
     plain = models.config_from_hf(quantized.NARROW)
     found: Any = with_form(plain, form, quantized.NARROW)
     assert found.quantization.from_floats == form
-    coded = quantized.NARROW | {"quantization_config": quantized.DEEPSEEK_FP8}
+    coded = quantized.NARROW | {"quantization_config": quantized.AWQ}
     cfg = models.config_from_hf(coded)
-    assert with_form(cfg, None, coded) == cfg
+    assert with_form(cfg, None, coded) == with_form(cfg, "awq", coded) == cfg
     with pytest.raises(ConfigError) as error:
         with_form(cfg, form, coded, key="draft_quantize")
     assert str(error.value) == (
-        f"draft_quantize: expected None for a checkpoint that is quantised already, got {form!r}"
+        "draft_quantize: expected None or 'awq' for a checkpoint that is quantised already, "
+        f"got {form!r}"
     )
-    with pytest.raises(AssertionError, match="form_while_loading refuses a method with plain"):
+    with pytest.raises(ConfigError, match="one of fp8, fp8-block, int4 for plain weights, got"):
         with_form(plain, "awq", quantized.NARROW)
 
 

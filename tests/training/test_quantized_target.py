@@ -15,7 +15,7 @@ import pytest
 
 from jaxspec import models
 from jaxspec.config import ConfigError
-from jaxspec.config.quantization import quantized as quantised_config
+from jaxspec.config.quantization import with_form
 from jaxspec.layers.params import init_random
 from jaxspec.loading.conversion import convert_checkpoint
 from jaxspec.loading.model import load_target
@@ -82,7 +82,7 @@ def experts_target(form: str) -> ChatTarget:
         cfg = replace(models.config_from_hf(config), mxfp4="packed")
     else:
         config = quantized.EXPERTS | {"vocab_size": VOCAB}
-        cfg = quantised_config(models.config_from_hf(config), form, "float32")  # pyright: ignore
+        cfg = with_form(models.config_from_hf(config), form, "float32")  # pyright: ignore
     params = init_random(models.family(cfg).param_specs(cfg), jax.random.key(0), jnp.dtype("f4"))
     return ChatTarget(form, cfg, params, CHAT, HashedWords(cfg.vocab_size), ())
 

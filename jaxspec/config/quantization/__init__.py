@@ -52,10 +52,10 @@ __all__ = [
     "form_while_loading",
     "is_made_plain",
     "quantization_of",
-    "quantized",
     "read_quantization",
     "scale_dtype_of",
     "settled_quantize",
+    "with_form",
 ]
 
 METHODS: dict[str, Callable[[Mapping[str, Any]], Quantization]] = {
@@ -134,33 +134,26 @@ def form_while_loading(
     return quantize
 
 
-def quantized(
+def with_form(
     cfg: Config,
-    form: Quantize | OwnMethod | None,
+    quantize: Quantize | OwnMethod | None,
     config: Mapping[str, Any],
     *,
     key: str = "quantize",
 ) -> Config:
-    """Return a model's config as that of weights which are quantised while they load.
+    """Return a model's config with the form that its plain weights get while they load.
 
-    form:   what form_while_loading returned; None changes nothing. The type is that of the setting.
-    config: the checkpoint's config.json
-    key:    the setting, for messages
+    quantize, config, key: see form_while_loading
 
-    ConfigError for a checkpoint that is quantised already, whose codes would be read in the wrong
-    form, and for a family without quantised weights.
+    ConfigError for what form_while_loading refuses, and for a family without quantised weights.
     """
+    form = quantize and form_while_loading(quantize, config, key=key)
     if form is None:
         return cfg
     held: Any = cfg
     if not hasattr(held, "quantization"):
         name = getattr(held, "model_type", None) or held.method
         raise ConfigError(f"{key}: expected None for {name!r}, got {form!r}")
-    if held.quantization is not None:
-        raise ConfigError(
-            f"{key}: expected None for a checkpoint that is quantised already, got {form!r}"
-        )
-    assert form in FROM_FLOATS, "form_while_loading refuses a method with plain weights"
     return replace(held, quantization=while_loading(form, scale_dtype_of(config)))
 
 

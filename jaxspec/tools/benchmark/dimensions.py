@@ -7,7 +7,7 @@ from typing import Any
 
 from jaxspec import models
 from jaxspec.config import AttentionConfig, ConfigError, MLAConfig, RopeConfig
-from jaxspec.config.quantization import FROM_FLOATS, quantized
+from jaxspec.config.quantization import FROM_FLOATS, with_form
 from jaxspec.drafts import (
     BLOCKS,
     DFlashConfig,
@@ -204,7 +204,7 @@ PLAIN: dict[str, Dimensions] = {
 # Targets with quantised weights, and plain drafts: "llama-3-8b-fp8" and so on.
 QUANTIZED: dict[str, Dimensions] = {
     f"{name}-{form}": replace(
-        PLAIN[name], target=quantized(PLAIN[name].target, form, {"dtype": "bfloat16"})
+        PLAIN[name], target=with_form(PLAIN[name].target, form, {"dtype": "bfloat16"})
     )
     for name in ("llama-3-8b", "qwen3-8b", "qwen3-30b-a3b", "llama-3-70b")
     for form in FROM_FLOATS
