@@ -19,7 +19,7 @@ conversion          a checkpoint of plain weights -> a quantised one
 head_conversion     a draft head of plain weights -> one in float8, and back
 checkpoint          an opened folder: config.json and lazily read tensors
 fp8                 blocks of float8 -> plain tensors, where no product reads the codes
-quantized           the tensors of a quantised checkpoint, as tables name them
+quantized_tensors   the tensors of a quantised checkpoint, as tables name them
 card                what a checkpoint's README.md names as its base model
 weight_checks       weights that no model can have
 weights             tensors -> a pytree of jax arrays, strictly

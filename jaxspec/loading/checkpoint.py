@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 
 from jaxspec.config import ConfigError, shown
 from jaxspec.loading.fp8 import ScaledTensor
-from jaxspec.loading.quantized import Ones, Reshaped
+from jaxspec.loading.quantized_tensors import Ones, Reshaped
 
 SAFE_TORCH = (2, 6)  # before, torch.load could run code with weights_only too
 MODELOPT = "hf_quant_config.json"

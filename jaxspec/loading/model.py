@@ -28,7 +28,7 @@ from jaxspec.layers.quantized.table import QuantizedSpec
 from jaxspec.loading.binding import bind_draft, bind_draft_model, read_draft_to_target
 from jaxspec.loading.checkpoint import Checkpoint, open_checkpoint
 from jaxspec.loading.fp8 import with_scales
-from jaxspec.loading.quantized import stored_tensors, with_stored_scales
+from jaxspec.loading.quantized_tensors import stored_tensors, with_stored_scales
 from jaxspec.loading.weights import LazyTensor, load_params
 from jaxspec.parallel.layout import ONE_PLACE, Layout, Placement
 
