@@ -421,6 +421,21 @@ def test_scales_of_a_draft_are_kept_too(method: str, source: Path, tmp_path: Pat
     assert weight.scales.dtype == jnp.float16
 
 
+def test_scales_of_a_head_are_looked_up_by_its_tables_names(source: Path, tmp_path: Path) -> None:
+    """Names of the files become the table's first, since the config's rules match those."""
+    head = quantized.with_dtype(quantized.four_bit_head(tmp_path, "int4"), "bfloat16")
+    tensors = {f"model.{name}": array for name, array in quantized.tensors_of(head).items()}
+    save_file(tensors, head / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((head / "config.json").read_text())
+    group = config["quantization_config"]["config_groups"]["group_0"]
+    group["targets"] = ["fc", r"re:layers\.0\..*"]
+    (head / "config.json").write_text(json.dumps(config))
+    settings = SpeculativeConfig(str(head), "eagle")
+    _, found = load_draft(head, *load_target(source, jnp.float32), settings, jnp.float32)
+    assert found["fc"].scales.dtype == jnp.float16
+    assert found["layers"][0]["down_proj"].scales.dtype == jnp.float16
+
+
 def test_scales_of_several_dtypes_are_not_rounded(source: Path, tmp_path: Path) -> None:
     out = quantized.with_dtype(quantized.awq(source, tmp_path / "out"), "bfloat16")
     name = "model.layers.1.mlp.down_proj.scales"
