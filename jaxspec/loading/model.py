@@ -42,12 +42,12 @@ def load_target(
     placement: Placement = ONE_PLACE,
     *,
     mxfp4: str = "auto",
-    quantize: Quantize | None = None,
+    quantize: Quantize | OwnMethod | None = None,
 ) -> tuple[models.TargetConfig, Params]:
     """Load the target in a Hugging Face folder, with float tensors cast to dtype.
 
     mxfp4:    see with_expert_storage
-    quantize: the form that plain weights get, as form_while_loading returned it
+    quantize: the form that plain weights get; see form_while_loading
     """
     checkpoint = open_checkpoint(folder)
     check_counts(checkpoint.config, len(checkpoint.tensors), str(folder))
@@ -66,7 +66,7 @@ def load_target(
     family = models.family(cfg)
     ignore = lambda name: family.ignored_tensor(cfg, name)  # noqa: E731
     specs = family.param_specs(cfg)
-    warn_of_plain_experts("quantize", quantize, specs)
+    warn_of_plain_experts("quantize", cfg, specs)
     return cfg, load_params(
         specs,
         table_tensors(checkpoint, cfg, specs),
@@ -110,8 +110,10 @@ def table_tensors(checkpoint: Checkpoint, cfg: Any, specs: Params) -> Mapping[st
     return stored_tensors(tensors, quantization, wanted)
 
 
-def warn_of_plain_experts(key: str, form: str | None, specs: Params) -> None:
+def warn_of_plain_experts(key: str, cfg: Any, specs: Params) -> None:
     """Log a WARNING if the form that a model's weights get while they load leaves experts plain."""
+    quantization = quantization_of(cfg)
+    form = quantization and quantization.from_floats
     if form is not None and has_plain_experts(specs):
         log.warning(f"{key}={form!r} leaves experts plain, whose widths it does not take")
 
@@ -254,7 +256,7 @@ def load_draft_model(
     whole_specs = models.family(whole).param_specs(whole)
     # Cut after it is read: codes of 4 bits come with the shape of the whole matrix.
     specs = jax.tree.map(cut, whole_specs, draft_model.param_specs(cfg), is_leaf=is_spec)
-    warn_of_plain_experts("draft_quantize", speculative.draft_quantize, specs)
+    warn_of_plain_experts("draft_quantize", whole, specs)
     params = load_params(
         specs,
         table_tensors(checkpoint, whole, whole_specs),

@@ -31,6 +31,11 @@ class Pair:
     head: Path | None
     speculative: SpeculativeConfig | None
 
+    @property
+    def draft_weights(self) -> Path:
+        """The folder of the draft's weights: an MTP module is in the target's own checkpoint."""
+        return self.head or self.target
+
 
 def resolve_pair(target: str | None, speculative: SpeculativeConfig | None) -> Pair:
     """Return the folders of a target and its head.

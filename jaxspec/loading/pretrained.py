@@ -33,11 +33,12 @@ from jaxspec.loading.cache import keep_compiled_programs
 from jaxspec.loading.checkpoint import open_checkpoint, read_model_config
 from jaxspec.loading.generation_config import DefaultSampling, check_choice, default_sampling
 from jaxspec.loading.model import load_draft, load_target
-from jaxspec.loading.pair import resolve_pair, with_draft_quantize, with_k
+from jaxspec.loading.pair import Pair, resolve_pair, with_draft_quantize, with_k
 from jaxspec.loading.placement import choose_placement
 from jaxspec.loading.resolve import as_path, resolve
 from jaxspec.loading.same_vocabulary import check_same_vocabulary
 from jaxspec.loading.tokenizer import Tokenizer, eos_token_ids, has_tokenizer, load_tokenizer
+from jaxspec.parallel.layout import Placement
 from jaxspec.parallel.processes import join_processes
 from jaxspec.sampling import synthetic
 
@@ -57,7 +58,7 @@ OWN_KEYWORDS = (
 
 
 # Fields of EngineConfig for which None is the default in vLLM, and no value here.
-NONE_IS_DEFAULT = ("max_num_seqs", "block_size", "enable_prefix_caching")
+NONE_IS_DEFAULT = ("max_model_len", "max_num_seqs", "block_size", "enable_prefix_caching")
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,6 @@ def load_pretrained(
     tokenizer: Tokenizer | str | PathLike[str] | None = None,
     dtype: str = "auto",
     max_model_len: int | None = None,
-    batch_buckets: Sequence[int] | None = None,
     mxfp4: str = "auto",
     generation_config: str | None = None,
     **engine: Any,
@@ -98,13 +98,44 @@ def load_pretrained(
 
     Errors that need no weights are raised before these are read.
     """
+    name = target_name(target, revision)
+    speculative = check_speculative(speculative)
+    check_own_keywords(dtype, mxfp4, generation_config, tokenizer)
+    config = engine_config(engine, max_model_len)
+    start_jax()
+    weights_dtype = dtype_of_weights(dtype)
+    pair = fitting_pair(name, speculative)
+    placement = choose_placement(config, pair.speculative)
+    pair, config = with_forms(pair, config)
+    loaded = load_target(
+        pair.target, weights_dtype, placement, mxfp4=mxfp4, quantize=config.quantize
+    )
+    if max_model_len is None:
+        longest = min(DEFAULT_MODEL_LEN, loaded[0].max_position_embeddings)
+        config = replace(config, max_model_len=longest)
+    draft, speculative = load_settled_draft(
+        pair, loaded, weights_dtype, placement, config.max_model_len
+    )
+    words = find_tokenizer(tokenizer, pair.target)
+    eos = words.eos_token_ids if words else eos_token_ids(pair.target, None)
+    sampling = default_sampling(pair.target, generation_config)
+    return Parts(loaded, draft, speculative, words, eos, config, weights_dtype, sampling)
+
+
+def target_name(target: object, revision: str | None) -> str | None:
+    """Return a target's path or hub id as text, with its revision; None for the default target."""
     if not isinstance(target, str | PathLike | None):
         raise ConfigError(
             "model: expected a folder, a .gguf file, a hub id or a (config, params) pair, "
             f"got {shown(target)}"
         )
-    target = at_revision(None if target is None else as_text("model", target), revision)
-    speculative = check_speculative(speculative)
+    return at_revision(None if target is None else as_text("model", target), revision)
+
+
+def check_own_keywords(
+    dtype: object, mxfp4: object, generation_config: str | None, tokenizer: object
+) -> None:
+    """Raise ConfigError for a wrong value of a keyword that is no field of EngineConfig."""
     if not isinstance(dtype, str) or dtype not in ("auto", *DTYPES):
         raise ConfigError(f"dtype: expected one of auto, {', '.join(DTYPES)}, got {shown(dtype)}")
     if not isinstance(mxfp4, str) or mxfp4 not in ("auto", "packed", "dequantised"):
@@ -112,62 +143,87 @@ def load_pretrained(
     check_choice(generation_config)
     if not isinstance(tokenizer, Tokenizer | str | PathLike | None):
         raise ConfigError(f"tokenizer: expected a folder or a hub id, got {shown(tokenizer)}")
+
+
+def engine_config(given: Mapping[str, Any], max_model_len: int | None) -> EngineConfig:
+    """Return the engine's settings by a caller's keywords; ConfigError for an unknown one."""
     known = (*OWN_KEYWORDS, *sorted(f.name for f in fields(EngineConfig)))
-    settings = own_keys("LLM", engine, known, ENGINE)
+    settings = own_keys("LLM", given, known, ENGINE)
+    settings["max_model_len"] = max_model_len
     for name in NONE_IS_DEFAULT:
         if settings.get(name, ...) is None:
             del settings[name]
-    if batch_buckets is not None:
-        settings["batch_buckets"] = batch_buckets
-    if max_model_len is not None:
-        settings["max_model_len"] = max_model_len
-    config = EngineConfig(**settings)
+    return EngineConfig(**settings)
+
+
+def start_jax() -> None:
+    """Join the processes of one engine, check the platform, and keep compiled programs on disk."""
     try:
         join_processes()
     except (ValueError, RuntimeError) as e:  # jax's own, if it was used before
         raise ConfigError(str(e).splitlines()[0]) from e
     check_platform()
     keep_compiled_programs()
-    resolved = (
-        DTYPES["float32" if jax.default_backend() == "cpu" else "bfloat16"]
-        if dtype == "auto"
-        else DTYPES[dtype]
-    )
-    names = resolve_pair(target, speculative)
-    folder, speculative = names.target, names.speculative
-    if names.head is not None and is_draft_model(names.head, speculative):
-        check_same_vocabulary(folder, names.head)
-    placement = choose_placement(config, speculative)
-    # An MTP module is in the target's own checkpoint.
-    head, head_config = names.head or folder, {}
+
+
+def dtype_of_weights(name: str) -> DTypeLike:
+    """Return the dtype of this name; "auto" is float32 on a CPU and bfloat16 elsewhere."""
+    if name == "auto":
+        name = "float32" if jax.default_backend() == "cpu" else "bfloat16"
+    return DTYPES[name]
+
+
+def fitting_pair(target: str | None, speculative: SpeculativeConfig | None) -> Pair:
+    """Return the folders of a target and its draft.
+
+    ConfigError if the draft is an independent model with another vocabulary.
+    """
+    pair = resolve_pair(target, speculative)
+    if pair.head is not None and is_draft_model(pair.head, pair.speculative):
+        check_same_vocabulary(pair.target, pair.head)
+    return pair
+
+
+def with_forms(pair: Pair, config: EngineConfig) -> tuple[Pair, EngineConfig]:
+    """Return both with the forms that plain weights of draft and target get while they load."""
+    speculative = pair.speculative
     if speculative is not None and speculative.method not in drafts.MODEL_FREE:
-        head_config = read_model_config(head)
-        speculative = with_draft_quantize(speculative, head_config)
-    form = form_while_loading(config.quantize, read_model_config(folder))
-    config = replace(config, quantize=form)
-    loaded = load_target(folder, resolved, placement, mxfp4=mxfp4, quantize=form)
-    if max_model_len is None:
-        config = replace(
-            config, max_model_len=min(DEFAULT_MODEL_LEN, loaded[0].max_position_embeddings)
-        )
-    draft = None
-    if speculative is not None and speculative.method in drafts.MODEL_FREE:
-        draft = drafts.MODEL_FREE[speculative.method].config(loaded[0], speculative), {}
-        speculative = with_k(speculative, draft[0], {})
-    elif speculative is not None:
-        draft = load_draft(head, *loaded, speculative, resolved, placement)
-        speculative = within_context(speculative, draft[0], config.max_model_len)
-        if speculative.method is None:
-            speculative = replace(speculative, method=drafts.method_name(draft[0]))
-        speculative = with_k(speculative, draft[0], head_config)
-    words = tokenizer if isinstance(tokenizer, Tokenizer) else None
-    if isinstance(tokenizer, str | PathLike):
-        words = load_tokenizer(resolve(as_text("tokenizer", tokenizer), kind="tokenizer"))
-    elif words is None and has_tokenizer(folder):
-        words = load_tokenizer(folder)
-    eos = words.eos_token_ids if words else eos_token_ids(folder, None)
-    sampling = default_sampling(folder, generation_config)
-    return Parts(loaded, draft, speculative, words, eos, config, resolved, sampling)
+        speculative = with_draft_quantize(speculative, read_model_config(pair.draft_weights))
+    form = form_while_loading(config.quantize, read_model_config(pair.target))
+    return replace(pair, speculative=speculative), replace(config, quantize=form)
+
+
+def load_settled_draft(
+    pair: Pair,
+    target: tuple[TargetConfig, Params],
+    dtype: DTypeLike,
+    placement: Placement,
+    max_model_len: int,
+) -> tuple[tuple[DraftConfig, Params] | None, SpeculativeConfig | None]:
+    """Load the draft of a loaded target, and settle what its files decide.
+
+    That is the method, the longest context of an independent model, and K.
+    """
+    speculative = pair.speculative
+    if speculative is None:
+        return None, None
+    if speculative.method in drafts.MODEL_FREE:
+        cfg = drafts.MODEL_FREE[speculative.method].config(target[0], speculative)
+        return (cfg, {}), with_k(speculative, cfg, {})
+    cfg, params = load_draft(pair.draft_weights, *target, speculative, dtype, placement)
+    speculative = within_context(speculative, cfg, max_model_len)
+    if speculative.method is None:
+        speculative = replace(speculative, method=drafts.method_name(cfg))
+    return (cfg, params), with_k(speculative, cfg, read_model_config(pair.draft_weights))
+
+
+def find_tokenizer(given: Tokenizer | str | PathLike[str] | None, target: Path) -> Tokenizer | None:
+    """Return the tokenizer that a caller has or names, else the target's; None if it has none."""
+    if isinstance(given, Tokenizer):
+        return given
+    if given is not None:
+        return load_tokenizer(resolve(as_text("tokenizer", given), kind="tokenizer"))
+    return load_tokenizer(target) if has_tokenizer(target) else None
 
 
 def is_draft_model(folder: Path, speculative: SpeculativeConfig | None) -> bool:
