@@ -72,7 +72,7 @@ def test_training_reads_the_states_that_decoding_makes(tmp_path: Path) -> None:
 PUBLISHED = {"qk_norm": False, "qkv_bias": False, "o_bias": False, "sinks": False}
 
 
-def experts_target(form: str) -> ChatTarget:
+def experts_target(form: Any) -> ChatTarget:
     """A random target with quantised experts, and gpt-oss's sinks in MXFP4."""
     cfg: Any
     if form == "mxfp4":
@@ -82,7 +82,7 @@ def experts_target(form: str) -> ChatTarget:
         cfg = replace(models.config_from_hf(config), mxfp4="packed")
     else:
         config = quantized.EXPERTS | {"vocab_size": VOCAB}
-        cfg = with_form(models.config_from_hf(config), form, "float32")  # pyright: ignore
+        cfg = with_form(models.config_from_hf(config), form, config)
     params = init_random(models.family(cfg).param_specs(cfg), jax.random.key(0), jnp.dtype("f4"))
     return ChatTarget(form, cfg, params, CHAT, HashedWords(cfg.vocab_size), ())
 
