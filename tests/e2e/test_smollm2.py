@@ -128,7 +128,7 @@ def test_hostile_eagle1_head_leaves_the_plain_text(
 
 @pytest.mark.parametrize(
     ("head", "K", "length"),
-    [(HEAD, 3, 1 + 194 / 128), slow(HEAD_1, 3, 1 + 182 / 138), (BLOCK_HEAD, 7, 1 + 223 / 101)],
+    [(HEAD, 3, 1 + 194 / 128), slow(HEAD_1, 3, 1 + 182 / 138), (BLOCK_HEAD, 7, 1 + 228 / 96)],
 )
 def test_trained_heads_reach_the_acceptance_that_was_recorded(
     models: Models, head: str, K: int, length: float
