@@ -8,8 +8,9 @@ the context of accepted tokens and the next block overwrite them, as happens to 
 
 Then lax.fori_loop draws a token after the other. Step i may correct the logits of row i by the
 draft before it, so q is exact: each column holds the logits that its token was drawn from. The
-corrected logits take the place of the head's, in the same array, if the proposal keeps them. Greedy
-rounds keep no logits, so one kernel may find a token without them (BlockFamily.markov_step).
+corrected logits take the place of the head's, in the same array, if the proposal keeps them. One
+kernel may run a step of a vanilla Markov head (BlockFamily.markov_step). It writes the corrected
+logits or, in greedy rounds, which keep none, finds the largest.
 
 A confidence head may end a request's drafts. Its chance of draft i depends on row i and the drafts
 before i, so the decision falls before draft i is drawn. Given these drafts, the presence of an i-th
@@ -202,22 +203,23 @@ def draw_step(
         confidence = families.confident_family(draft).confidence
         chance = chance * confidence(params, draft, row, carry.token)
         num_proposed = num_proposed + (chance >= draft.confidence_threshold).astype(jnp.int32)
-    proposal, head_state, by_kernels = carry.proposal, carry.head_state, None
-    if cfg.vocab_shards.is_whole:
-        by_kernels = family.markov_step(params, draft, base, step, carry.token, cfg.draft_ops)
-    if by_kernels is not None and not cfg.sampled:  # nothing but the largest of the logits is read
-        token = target_token(cfg, params, by_kernels.largest())
-        proposal = write_token(proposal, step, token)
-    elif by_kernels is not None and proposal.draft_logits is not None:
-        logits = by_kernels.logits()
-        token = draw_token(cfg, params, context, step, logits, column=step)
-        proposal = replace(write_token(proposal, step, token), draft_logits=logits)
-    else:
+    proposal, head_state, markov = carry.proposal, carry.head_state, None
+    # Sampled logits that are not kept (rule strict) are in no array that a kernel may change.
+    if cfg.vocab_shards.is_whole and (not cfg.sampled or proposal.draft_logits is not None):
+        markov = family.markov_step(params, draft, base, step, carry.token, cfg.draft_ops)
+    if markov is None:
         logits, head_state = family.step_logits(
             params, draft, column(base), row, carry.token, head_state, cfg.draft_ops
         )
         token = draw_token(cfg, params, context, step, logits)
         proposal = write_column(proposal, step, token, logits)
+    elif cfg.sampled:
+        logits = markov.logits()
+        token = draw_token(cfg, params, context, step, logits, column=step)
+        proposal = replace(write_token(proposal, step, token), draft_logits=logits)
+    else:  # nothing but the largest of the logits is read
+        token = target_token(cfg, params, markov.largest())
+        proposal = write_token(proposal, step, token)
     return BlockCarry(proposal, token, head_state, chance, num_proposed)
 
 

@@ -46,11 +46,12 @@ def draw_draft(
     *,
     column: jax.Array | int | None = None,
 ) -> jax.Array:
-    """Draw a step's token [batch] in the draft's vocabulary from logits [batch, draft_vocab].
+    """Draw a step's token [batch] in the draft's vocabulary.
 
     The token is the same on all devices, of which each has a piece of the logits.
 
-    column: of logits [batch, K, draft_vocab] that are kept
+    logits: float32 [batch, draft_vocab]; with a column [batch, K, draft_vocab], of whose column the
+            token is drawn
     """
     sampling, shards = inputs.sampling, cfg.vocab_shards
     if cfg.draft_sampling == "greedy" or not cfg.sampled:

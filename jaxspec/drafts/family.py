@@ -211,10 +211,9 @@ class BlockFamily(HeadFamily, Protocol):
         token: jax.Array,
         ops: Ops,
     ) -> MarkovStep | None:
-        """Return the step by kernels, whose logits are those of step_logits.
+        """Return a step whose kernels give step_logits' logits, or the largest of them.
 
-        None where no kernel makes them, always so with a head_state, which step_logits alone moves
-        on.
+        None without such a kernel, and always for a head that carries a head_state.
 
         base:  [batch, K, draft_vocab], the logits of `logits`, whole on each device
         token: int32 [batch], the draft's predecessor

@@ -15,7 +15,7 @@ from pallas_kernels import markov_head
 
 @dataclass(frozen=True)
 class MarkovStep:
-    """What a step reads, and the implementation of its kernels.
+    """A step that kernels run: its inputs, and which implementation.
 
     Its logits have the bits of vocab_logits and a sum.
     """
@@ -58,6 +58,6 @@ def markov_step(
         weight=weight.values,
     )
     if reason := markov_head.unsupported(inputs):
-        log_once(f"a Markov head's steps run by several ops: the kernel {reason}")
+        log_once(f"a Markov head's step runs by separate ops: the kernel {reason}")
         return None
     return MarkovStep(inputs, ops.matmul)

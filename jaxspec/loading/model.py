@@ -113,7 +113,7 @@ def table_tensors(checkpoint: Checkpoint, cfg: Any, specs: Params) -> Mapping[st
 def warn_of_plain_experts(key: str, cfg: Any, specs: Params) -> None:
     """Log a WARNING if the form that a model's weights get while they load leaves experts plain."""
     quantization = quantization_of(cfg)
-    form = quantization and quantization.from_floats
+    form = quantization and quantization.made_form
     if form is not None and has_plain_experts(specs):
         log.warning(f"{key}={form!r} leaves experts plain, whose widths it does not take")
 

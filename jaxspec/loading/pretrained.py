@@ -106,20 +106,20 @@ def load_pretrained(
     weights_dtype = dtype_of_weights(dtype)
     pair = fitting_pair(name, speculative)
     placement = choose_placement(config, pair.speculative)
-    pair, config = with_forms(pair, config)
+    pair, config = settle_quantize(pair, config)
     loaded = load_target(
         pair.target, weights_dtype, placement, mxfp4=mxfp4, quantize=config.quantize
     )
     if max_model_len is None:
         longest = min(DEFAULT_MODEL_LEN, loaded[0].max_position_embeddings)
         config = replace(config, max_model_len=longest)
-    draft, speculative = load_settled_draft(
+    draft, speculative = load_draft_and_settle(
         pair, loaded, weights_dtype, placement, config.max_model_len
     )
-    words = find_tokenizer(tokenizer, pair.target)
-    eos = words.eos_token_ids if words else eos_token_ids(pair.target, None)
+    found = find_tokenizer(tokenizer, pair.target)
+    eos = found.eos_token_ids if found else eos_token_ids(pair.target, None)
     sampling = default_sampling(pair.target, generation_config)
-    return Parts(loaded, draft, speculative, words, eos, config, weights_dtype, sampling)
+    return Parts(loaded, draft, speculative, found, eos, config, weights_dtype, sampling)
 
 
 def target_name(target: object, revision: str | None) -> str | None:
@@ -184,8 +184,8 @@ def fitting_pair(target: str | None, speculative: SpeculativeConfig | None) -> P
     return pair
 
 
-def with_forms(pair: Pair, config: EngineConfig) -> tuple[Pair, EngineConfig]:
-    """Return both with the forms that plain weights of draft and target get while they load."""
+def settle_quantize(pair: Pair, config: EngineConfig) -> tuple[Pair, EngineConfig]:
+    """Return both with settings that name the forms of plain weights while they load, or None."""
     speculative = pair.speculative
     if speculative is not None and speculative.method not in drafts.MODEL_FREE:
         speculative = with_draft_quantize(speculative, read_model_config(pair.draft_weights))
@@ -193,7 +193,7 @@ def with_forms(pair: Pair, config: EngineConfig) -> tuple[Pair, EngineConfig]:
     return replace(pair, speculative=speculative), replace(config, quantize=form)
 
 
-def load_settled_draft(
+def load_draft_and_settle(
     pair: Pair,
     target: tuple[TargetConfig, Params],
     dtype: DTypeLike,
@@ -274,7 +274,7 @@ def _check_given_draft(speculative: SpeculativeConfig, draft: Any) -> None:
     for name in ("eagle_aux_hidden_state_layer_ids", "draft_confidence_threshold"):
         held[name] = held[name] or None  # () and 0.0, by which a config says none
     quantization = quantization_of(draft)
-    held["draft_quantize"] = quantization and quantization.from_floats
+    held["draft_quantize"] = quantization and quantization.made_form
     for name, own in held.items():
         default, value = defaults[name], getattr(speculative, name)
         if value in (default, own):
@@ -315,7 +315,7 @@ def given_parts(
         _check_given_draft(speculative, draft[0])
     if config is not None and config.quantize is not None:
         held: Quantization | None = getattr(target[0], "quantization", None)
-        if held is None or held.from_floats != config.quantize:
+        if held is None or held.made_form != config.quantize:
             raise ConfigError(
                 f"quantize: expected None for weights that are loaded already, "
                 f"got {config.quantize!r}"

@@ -79,7 +79,8 @@ def draw(
 ) -> jax.Array:
     """Draw a token from each row of logits, with a stream's noise; int32 [batch].
 
-    logits: float32 [batch, vocab], the own piece of rows that are cut over devices
+    logits: float32 [batch, vocab], the own piece of rows that are cut over devices; with a column
+            [batch, columns, vocab]
     offset: a scalar
     token_ids, column: see pallas_kernels.gumbel_sample
 

@@ -25,7 +25,8 @@ class Inputs:
     offset:      int32 []
     token_ids:   int32, of the whole vocabulary: the id by which each column's noise is drawn;
                  None: the column
-    column:      int32 [], whose logits count; None: they have no columns
+    column:      int32 [], the index of the logits that are drawn from; None: logits are
+                 [rows, vocab]
     stream:      number of the random stream (pallas_kernels.noise.Stream)
     shards:      how the rows are cut over devices
     """
@@ -51,7 +52,7 @@ class Inputs:
     def check(self) -> None:
         """Raise ValueError for shapes and dtypes that do not fit together."""
         expected = "[rows, vocab]" if self.column is None else "[rows, columns, vocab]"
-        if len(self.logits.shape) != expected.count(",") + 1:
+        if len(self.logits.shape) != (2 if self.column is None else 3):
             raise ValueError(f"logits: expected {expected}, got {list(self.logits.shape)}")
         rows, vocab = self.rows, self.vocab
         for name, dtype, shape in (

@@ -31,8 +31,10 @@ def markov_argmax(inputs: Inputs, *, implementation: str = "reference") -> jax.A
 def markov_logits(inputs: Inputs, *, implementation: str = "reference") -> jax.Array:
     """Return base with table[token] @ weight added to its column `step`.
 
-    The kernel changes the column in place where base is not read again. It raises and has the bits
-    of markov_argmax.
+    The kernel changes the column in place where base is not read again, and its product has the
+    bits of the matmul op's kernel.
+
+    Raises ValueError as markov_argmax does.
     """
     if not _runs_kernel("markov_logits", inputs, implementation):
         return reference.markov_logits(inputs)

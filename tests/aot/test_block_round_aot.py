@@ -69,6 +69,12 @@ def compiled(num_layers: int, batch: int, sampled: bool = True) -> Compiled:
     return compile_round(configured(num_layers, sampled), batch, PAGES)
 
 
+def loop_body(case: Compiled, loop: str) -> str:
+    """The computation that a `while` line of the HLO runs."""
+    name = re.findall(r"body=%([\w.-]+)", loop)[0]
+    return case.hlo.split(f"\n%{name} (")[1].split("\n}")[0]
+
+
 @pytest.fixture
 def case() -> Compiled:
     return compiled(2, BATCH)
@@ -85,12 +91,19 @@ def test_caches_are_updated_in_place(case: Compiled) -> None:
     assert case.aliased >= 2 * (3 + 2) * math.prod(shape) * 2
 
 
-def test_the_loop_over_drafts_is_one_while_of_k_trips_of_few_launches(case: Compiled) -> None:
+@pytest.mark.parametrize("batch", [1, BATCH, 64])
+def test_the_loop_over_drafts_is_one_while_of_k_trips_of_few_launches(batch: int) -> None:
+    """No other array of a step's logits is made, and the kernel does not spill."""
+    case = compiled(2, batch)
     loops = [line for line in case.hlo.splitlines() if re.search(r" while\(", line)]
     trips = [n for line in loops for n in re.findall(r'"known_trip_count":{"n":"(\d+)"}', line)]
     assert trips == [str(K)] and len(loops) == 1
     launches = body_of(case.round).launches()
     assert launches.total() == LAUNCHES_OF_A_DRAFT, dict(launches)
+    assert f"f32[{batch},151936]" not in loop_body(case, loops[0])
+    assert "markov_logits_256x151936" in case.ptxas
+    report = h200.stack_and_spills(case.ptxas)
+    assert {(spills, loads) for _, spills, loads in report} == {(0, 0)}
 
 
 @pytest.mark.parametrize("batch", [1, BATCH, 64])
@@ -101,8 +114,7 @@ def test_a_greedy_draft_is_four_launches(batch: int) -> None:
     assert f'"known_trip_count":{{"n":"{K}"}}' in loop
     launches = body_of(case.round).launches()
     assert launches.total() == LAUNCHES_OF_A_GREEDY_DRAFT, dict(launches)
-    name = re.findall(r"body=%([\w.-]+)", loop)[0]
-    body = case.hlo.split(f"\n%{name} (")[1].split("\n}")[0]
+    body = loop_body(case, loop)
     assert f"f32[{batch},{K},151936]" in body and f"f32[{batch},151936]" not in body
     assert "markov_argmax_256x151936" in case.ptxas
     report = h200.stack_and_spills(case.ptxas)

@@ -247,7 +247,7 @@ def test_a_smaller_model_may_be_quantised_in_the_plan(form: Quantize | None) -> 
     given = SpeculativeConfig(NAMES[0], "draft_model", draft_quantize=form)
     draft = script.read_draft(NAMES[0], target, given)
     held = draft.model.quantization
-    assert held is None if form is None else held.from_floats == form
+    assert held is None if form is None else held.made_form == form
 
 
 def test_the_plan_reads_the_dtype_of_a_drafts_caches_from_its_checkpoint(tmp_path: Path) -> None:

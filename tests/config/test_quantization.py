@@ -83,7 +83,7 @@ def test_each_published_form_is_read_and_the_head_is_left(name: str) -> None:
     found = read(settings)
     assert found.form_of(Q_PROJ) == form
     assert found.form_of("lm_head") is None
-    assert found.from_floats is None
+    assert found.made_form is None
     assert hash(found) == hash(read(settings))  # part of a static config
 
 
@@ -94,7 +94,7 @@ def test_heads_and_routers_stay_plain_while_loading(name: Any) -> None:
     for kept in ("lm_head", "model.layers.1.mlp.gate", "model.mtp_layers.0.input_proj"):
         assert found.form_of(kept) is None
     form = found.form_of("model.mtp_layers.0.mlp.gate_proj")
-    assert form is not None and found.from_floats == name
+    assert form is not None and found.made_form == name
     assert name != "int4" or form.scale_dtype == "float16"  # type: ignore[union-attr]
 
 
@@ -120,7 +120,7 @@ def test_a_checkpoints_own_method_quantises_nothing(
 def test_a_form_is_laid_over_plain_weights_alone(form: Any) -> None:
     plain = models.config_from_hf(quantized.NARROW)
     found: Any = with_form(plain, form, quantized.NARROW)
-    assert found.quantization.from_floats == form
+    assert found.quantization.made_form == form
     coded = quantized.NARROW | {"quantization_config": quantized.AWQ}
     cfg = models.config_from_hf(coded)
     assert with_form(cfg, None, coded) == with_form(cfg, "awq", coded) == cfg

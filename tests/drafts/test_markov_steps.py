@@ -1,4 +1,4 @@
-"""A Markov head's steps by one kernel each: what several ops draft, and when they run."""
+"""Steps of a Markov head by one kernel draft what separate ops draft; and when the kernel runs."""
 
 from __future__ import annotations
 
@@ -50,6 +50,7 @@ def drafted(
     num_drafts: int = K,
     sampled: bool = False,
     rule: str = "probabilistic",
+    draft_sampling: str = "probabilistic",
     dtype: Any = jnp.bfloat16,
     vocab: int = VOCAB,
     **changes: Any,
@@ -67,7 +68,7 @@ def drafted(
         max_model_len=64,
         num_speculative_tokens=num_drafts,
     )
-    cfg = replace(cfg, sampled=sampled, rule=rule)
+    cfg = replace(cfg, sampled=sampled, rule=rule, draft_sampling=draft_sampling)
     keys = jax.random.split(jax.random.key(batch), 3)
     params = init_random(drafts.family(draft).param_specs(draft), keys[0], dtype)
     if vocab != VOCAB:
@@ -91,6 +92,7 @@ def drafted(
         (16, {}),
         (3, {"vocab": 128}),
         (2, {"confidence_threshold": 0.4}),
+        (2, {"rule": "block"}),
         slow(3, {"num_drafts": 1}),
         slow(2, {"markov_rank": 256}),
     ],
@@ -121,6 +123,7 @@ def test_drafts_are_those_of_several_ops(
         {"batch": 9},
         {"batch": 9, "sampled": True},
         {"sampled": True, "rule": "strict"},
+        {"sampled": True, "draft_sampling": "greedy"},
         {"markov_kind": "gated"},
         {"markov_kind": "rnn"},
         {"vocab": 100},

@@ -31,14 +31,16 @@ def call(op: Callable[..., Any], inputs: Any, changes: dict[str, Any]) -> Any:
 
 
 @contextlib.contextmanager
-def interpreted(memory: str = "nan") -> Iterator[None]:
+def interpreted(memory: str = "nan", *, races: bool = False) -> Iterator[None]:
     """Run kernels in Mosaic's GPU interpreter on a CPU, whose state is reset after an error.
 
     memory: what memory holds that no kernel has written
+    races:  fail if threads or copies of the last kernel race for memory
     """
     if jax.default_backend() == "gpu":
         yield
         return
+    from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
     from jax._src.pallas.mosaic_gpu.interpret.interpret_pallas_call import (
         reset_gpu_interpret_mode_state,
     )
@@ -46,8 +48,10 @@ def interpreted(memory: str = "nan") -> Iterator[None]:
 
     gpu: Any = plgpu  # jax 0.10 has no interpreter
     try:
-        with gpu.force_gpu_interpret_mode(gpu.InterpretGPUParams(uninitialized_memory=memory)):
+        params = gpu.InterpretGPUParams(uninitialized_memory=memory, detect_races=races)
+        with gpu.force_gpu_interpret_mode(params):
             yield
+        assert not (races and gpu_callbacks.get_races().races_found)
     except BaseException:
         reset_gpu_interpret_mode_state()
         raise

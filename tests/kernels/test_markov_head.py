@@ -148,9 +148,10 @@ def test_a_block_of_many_tiles_keeps_the_first_of_the_largest_and_writes_all(
     inputs = of_rounding(make_inputs(Shape(rows, 128, 13 * 64), seed=blocks))
     tuning = mosaic_gpu.tuning_of(mosaic_gpu.product_of(inputs))
     assert tuning is not None
-    with interpreted():
-        tuning = replace(tuning, blocks=blocks, stages=2)
+    tuning = replace(tuning, blocks=blocks, stages=2)
+    with interpreted(races=True):
         found = np.asarray(mosaic_gpu.markov_argmax(inputs, tuning=tuning))
+    with interpreted(races=True):
         written = np.asarray(mosaic_gpu.markov_logits(inputs, tuning=tuning))
     np.testing.assert_array_equal(found, expected(inputs, "mosaic_gpu"))
     np.testing.assert_array_equal(written, with_sum(inputs, "mosaic_gpu"))

@@ -103,7 +103,7 @@ class Quantization:
         return tuple(dict.fromkeys(form for _, form in self.rules if form is not None))
 
     @property
-    def from_floats(self) -> Quantize | None:
+    def made_form(self) -> Quantize | None:
         """Name of the form that plain weights got as they were loaded; None for stored codes."""
         for name, scale_dtype in product(FROM_FLOATS, SCALE_DTYPES):
             if form_of_floats(name, scale_dtype) in self.forms:
@@ -125,7 +125,7 @@ Quantize = Literal["fp8", "fp8-block", "int4"]
 # The quant_method of a checkpoint; its "fp8" is a name of both.
 OwnMethod = Literal["awq", "compressed-tensors", "gptq", "modelopt", "mxfp4"]
 _KERNEL = "_marlin"  # vLLM's names of methods with the kernel that multiplies
-# Of plain weights that are quantised: while they load, or by the conversion of their checkpoint.
+# Forms that plain weights get, while they load or by the conversion of their checkpoint.
 FROM_FLOATS: dict[Quantize, Form] = {
     "fp8": Fp8Form("channel", "token", "floats"),
     "fp8-block": Fp8Form("block", "block", "floats"),

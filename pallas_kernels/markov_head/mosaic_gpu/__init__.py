@@ -1,4 +1,4 @@
-"""A Markov head's steps on Hopper: one launch each, where XLA takes three and more.
+"""A Markov head's steps on Hopper: one kernel for each op, which separate ops need three for.
 
 The product is the matmul op's, with its rings, sums and order of summation. So logits have the
 bits that the op would write. Two things are different:
@@ -8,7 +8,8 @@ bits that the op would write. Two things are different:
 - A tile of the base logits is added to each tile of the product. Those of the next tiles are copied
   ahead, as the weights are.
 
-What becomes of a tile of logits differs: `largest` keeps its largest, `written` writes it.
+What becomes of a tile of logits differs: `largest` keeps its largest, and XLA compares what the
+blocks found; `written` writes it.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import jax.numpy as jnp
 from pallas_kernels.gumbel_sample.reference import highest_along
 from pallas_kernels.lowered_once import lowered_once
 from pallas_kernels.markov_head.inputs import Inputs
-from pallas_kernels.markov_head.mosaic_gpu.block import Sources, tiles_ahead
+from pallas_kernels.markov_head.mosaic_gpu.block import Sources, base_slots
 from pallas_kernels.markov_head.mosaic_gpu.largest import Largest
 from pallas_kernels.markov_head.mosaic_gpu.launch import launch
 from pallas_kernels.markov_head.mosaic_gpu.written import Written
@@ -72,7 +73,7 @@ def tuning_of(product: Product) -> Tuning | None:
     tile = 4 * TILE_N * padded
     # In place of the product's result: W1's rows, the ring of base logits, `largest`'s two tiles,
     # and a KB for each small array.
-    more = 2 * padded * product.depth + (tiles_ahead(padded) + 2 - 1) * tile + 4 * 1024
+    more = 2 * padded * product.depth + (base_slots(padded) + 2 - 1) * tile + 4 * 1024
     for stages in range(tuning.stages, 1, -1):
         fewer = replace(tuning, stages=stages)
         if smem_bytes(product, fewer) + more <= MAX_SMEM:

@@ -1,4 +1,4 @@
-"""A block of a Markov head's step: its rows of W1, and its tiles of base logits."""
+"""What a block of a Markov head's step reads: its rows of W1, and its tiles of base logits."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Memory(NamedTuple, Generic[T]):
 
     rows:   W1's rows, [steps, padded rows, tile_k]
     base:   a ring of tiles of the base logits
-    ending: what becomes of the logits keeps here (launch.Ending); None if it keeps nothing
+    ending: what the ending's memory_of asks for (launch.Ending); None for nothing
 
     rows_ready: for each warpgroup: its part of the rows has arrived
     base_ready: for each slot of the ring
@@ -56,19 +56,19 @@ class Memory(NamedTuple, Generic[T]):
 
 def memory_of(sizes: Sizes, rows: int, ending: Any) -> Memory[pl.MemoryRef]:
     """Return the memory of a block, for this number of rows."""
-    tuning, ahead = sizes.tuning, tiles_ahead(sizes.padded)
+    tuning, slots = sizes.tuning, base_slots(sizes.padded)
     steps = sizes.steps * tuning.warpgroups
     return Memory(
         rows=plgpu.SMEM((steps, sizes.padded, tuning.tile_k), sizes.product.x.dtype),
-        base=plgpu.SMEM((ahead, sizes.padded, TILE_N), jnp.float32),
+        base=plgpu.SMEM((slots, sizes.padded, TILE_N), jnp.float32),
         ending=ending,
         rows_ready=plgpu.Barrier(num_barriers=tuning.warpgroups, num_arrivals=sizes.steps * rows),
-        base_ready=plgpu.Barrier(num_barriers=ahead),
+        base_ready=plgpu.Barrier(num_barriers=slots),
     )
 
 
-def tiles_ahead(padded: int) -> int:
-    """Return how many tiles of base logits are copied at once; those of many rows are larger."""
+def base_slots(padded: int) -> int:
+    """Return the slots of the ring of base logits. Tiles of many rows are larger."""
     return 4 if padded <= 16 else 2
 
 
@@ -137,12 +137,12 @@ class Block:
 
     def slot(self, index: Index) -> jax.Array:
         """Return the slot of tile `index` in the ring of base logits."""
-        return lax.rem(jnp.int32(index), self.ahead)
+        return lax.rem(jnp.int32(index), self.slots)
 
     @property
-    def ahead(self) -> int:
+    def slots(self) -> int:
         """Slots of the ring."""
-        return tiles_ahead(self.ring.sizes.padded)
+        return base_slots(self.ring.sizes.padded)
 
     def logits(self, index: jax.Array, added: jax.Array) -> jax.Array:
         """Return tile `index` of the logits, float32 [padded rows, TILE_N].

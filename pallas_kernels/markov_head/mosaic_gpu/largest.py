@@ -51,7 +51,7 @@ class Kept(NamedTuple, Generic[T]):
 
 @dataclass(frozen=True)
 class Largest:
-    """See launch.Ending."""
+    """Keeps the largest of a block's logits (an Ending of launch)."""
 
     block: Block
     kept: Kept[Ref]
@@ -73,7 +73,7 @@ class Largest:
     def begin(self) -> None:
         """Begin with -inf everywhere in the first tile, which a row without more has."""
         block, kept = self.block, self.kept
-        for index in range(block.ahead):
+        for index in range(block.slots):
             block.load_base(index)
         shape = kept.best.shape
         kept.best[...] = plgpu.layout_cast(jnp.full(shape, -jnp.inf, jnp.float32), LAYOUT)
@@ -89,7 +89,7 @@ class Largest:
         kept.best[...] = jnp.where(higher, logits, best)
         kept.tile[...] = jnp.where(higher, block.tile_number(index), tile)
         plgpu.commit_smem()  # all threads have read the slot
-        block.load_base(index + block.ahead)
+        block.load_base(index + block.slots)
 
     def end(self) -> None:
         """Write the largest of all that was kept."""

@@ -1,4 +1,4 @@
-"""The kernel of a Markov head's step, for each ending."""
+"""The kernel of a Markov head's step, with either ending: Largest or Written."""
 
 from __future__ import annotations
 
@@ -56,9 +56,9 @@ def launch(
     operands: Operands[Any],
     sources: Sources[Any],
     rows: int,
-    ending: type[Ending],
+    kind: type[Ending],
 ) -> Any:
-    """Run the kernel; returns the ending's results."""
+    """Run the kernel with an ending of this kind; returns the ending's results."""
     product, tuning, padded = sizes.product, sizes.tuning, sizes.padded
 
     def body(
@@ -69,7 +69,7 @@ def launch(
         memory: Memory[Ref],
     ) -> None:
         number, wg = lax.axis_index("block"), lax.axis_index("wg")
-        # Copies fill rows past the last one with zeros.
+        # Copies fill rows past the last one with zeros, and copies back leave them out.
         ring = Ring(sizes, operands, scratch, number, wg, 0, pl.ds(number * 0, padded))
         tiles_here = sizes.tiles_of(number)
         turns = sizes.steps * tiles_here
@@ -77,9 +77,9 @@ def launch(
         if sizes.pdl:
             plgpu.griddepcontrol_wait()  # weights do not depend on the kernel before; tokens do
         block = Block(ring, sources, memory, tiles_here, sources.step[0])
-        end = ending(block, memory.ending, results)
+        ending = kind(block, memory.ending, results)
         block.look_up(rows)
-        pl.when(wg == 0)(end.begin)
+        pl.when(wg == 0)(ending.begin)
         block.arrange_rows()
 
         @pl.loop(0, tiles_here)
@@ -87,24 +87,24 @@ def launch(
             sums = multiply(ring, index, turns)
 
             def finish_tile(totals: list[jax.Array]) -> None:
-                end.take(index, block.logits(index, totals[0]))
+                ending.take(index, block.logits(index, totals[0]))
 
             add_up(ring, None, sums, wg == 0, index, tiles_here, finish_tile)
 
-        pl.when(wg == 0)(end.end)
+        pl.when(wg == 0)(ending.end)
         plgpu.wait_smem_to_gmem(0)
 
     kernel = plgpu.kernel(
         body,
-        out_type=(ending.results_of(sizes),),
+        out_type=(kind.results_of(sizes),),
         grid=(sizes.blocks,),
         grid_names=("block",),
         num_threads=tuning.warpgroups,
         thread_name="wg",
-        kernel_name=f"{ending.name}_{product.depth}x{product.width}",
+        kernel_name=f"{kind.name}_{product.depth}x{product.width}",
         scratch_types=[
             scratch_of(sizes, operands)._replace(out=None, x_ready=None),
-            memory_of(sizes, rows, ending.memory_of(sizes)),
+            memory_of(sizes, rows, kind.memory_of(sizes)),
         ],
         compiler_params=plgpu.CompilerParams(reduction_scratch_bytes=REDUCTION_BYTES),
     )

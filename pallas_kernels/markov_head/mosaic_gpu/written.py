@@ -1,7 +1,7 @@
-"""Logits that take the place of the base logits.
+"""A block's logits, written over its base logits.
 
-A tile of them takes its tile's slot of the ring too, so the slot is refilled a tile later: when it
-has been copied out.
+A tile is copied out of the slot that its base logits arrived in. So the next copy into this slot
+starts one tile later than in `largest`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pallas_kernels.matmul.mosaic_gpu.sizes import Sizes
 
 @dataclass(frozen=True)
 class Written:
-    """See launch.Ending."""
+    """Writes a block's logits (an Ending of launch)."""
 
     block: Block
     kept: None
@@ -34,19 +34,19 @@ class Written:
         return None
 
     def begin(self) -> None:
-        """Fill the ring but for a slot, which the first tile's turn fills."""
-        for index in range(self.block.ahead - 1):
+        """Fill the ring but for its last slot, which the first tile's turn fills."""
+        for index in range(self.block.slots - 1):
             self.block.load_base(index)
 
     def take(self, index: jax.Array, logits: jax.Array) -> None:
         """Write tile `index`."""
         block = self.block
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the tile before has left its slot
-        block.load_base(index + block.ahead - 1)
+        block.load_base(index + block.slots - 1)
         tile = block.memory.base.at[block.slot(index)]
         tile[...] = logits
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(tile, block.base(index))
 
     def end(self) -> None:
-        """Do nothing: all is written."""
+        """Do nothing: launch waits for the last copy."""
