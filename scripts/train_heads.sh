@@ -7,7 +7,8 @@
 #
 # All GPUs write chats first. The first half of them write short ones, half of these from tasks and PROMPTS; the others write long ones, from
 # prompts that are cut out of LONG_SOURCES. Chats keep out the prompts of EVAL, of scripts/prompts/validation.jsonl, by which training
-# measures, and of selection.jsonl beside it, by which one chooses among heads. Then each head trains, on GPUs of its own. Last, each one's acceptance is measured. The EAGLE heads get a window of 512 tokens.
+# measures, and of selection.jsonl beside it, which chooses among heads afterwards. Then each head trains, on GPUs of its own. Last, each
+# one's acceptance is measured. The EAGLE heads get a window of 512 tokens.
 #
 #   OUT/NAME/head     the head (NAME: dspark, eagle3 or eagle), its record, picture and card; OUT/NAME/pieces has it in files of 15 MiB
 #   OUT/log           what each stage printed
