@@ -354,9 +354,14 @@ def _data(record: Record) -> str:
         f"- answers to {sources['file']:,} prompts of files.\n\n"
         f"{total('dropped_user_turns'):,} user's turns were dropped because they did not end, "
         "repeated or held special tokens. "
-        f"{total('removed_by_overlap'):,} prompts were removed because they share 13 consecutive "
-        f"words with {_kept_out(runs)}.\n"
+        f"{_removed(total('removed_by_overlap'))} 13 consecutive words with {_kept_out(runs)}.\n"
     )
+
+
+def _removed(count: int) -> str:
+    if count == 1:
+        return "1 prompt was removed because it shares"
+    return f"{count:,} prompts were removed because they share"
 
 
 def _kept_out(runs: Sequence[Mapping[str, Any]]) -> str:
