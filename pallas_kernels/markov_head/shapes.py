@@ -50,11 +50,13 @@ def make_inputs(shape: Shape, seed: int) -> Inputs:
     )
 
 
-def bytes_moved(shape: Shape, *, writes: bool = False) -> int:
+def bytes_moved(shape: Shape, *, op: str = "markov_argmax") -> int:
     """Return the fewest bytes: W2, and for each row its part of W1, its logits and two tokens.
 
-    writes: the logits, in place of the second token
+    op: markov_logits writes the logits, in place of the second token
     """
     size = jnp.dtype(shape.dtype).itemsize
-    of_row = size * shape.rank + 4 * shape.vocab + (4 * shape.vocab + 4 if writes else 8)
+    of_row = (
+        size * shape.rank + 4 * shape.vocab + (4 * shape.vocab + 4 if op == "markov_logits" else 8)
+    )
     return size * shape.rank * shape.vocab + shape.rows * of_row

@@ -952,6 +952,17 @@ def test_every_kernel_package_with_shapes_is_found_by_its_public_op():
             assert op.shapes.bytes_moved(shape) > 0
 
 
+def test_ops_that_share_a_folder_have_bytes_of_their_own():
+    """Of a Markov head's two, one writes the logits that both read."""
+    ops = {op.function.__name__: op for op in bench_kernels.discover()}
+    shapes = ops["markov_logits"].shapes.SHAPES.values()
+    for shape in shapes:
+        largest, logits = (
+            ops[name].bytes_moved(shape) for name in ("markov_argmax", "markov_logits")
+        )
+        assert logits - largest == shape.rows * (4 * shape.vocab - 4)
+
+
 def test_an_implementation_names_every_op_or_one():
     assert workload.implementations("auto") == {}
     assert workload.implementations("rejection_sampling=fast,attention=auto") == {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import replace
 from typing import Any
 
@@ -37,28 +38,26 @@ SMALL = {
 }
 
 
+def on(implementation: str) -> contextlib.AbstractContextManager[None]:
+    """Where an implementation runs."""
+    return contextlib.nullcontext() if implementation == "reference" else interpreted()
+
+
 def run(inputs: Inputs, implementation: str = "mosaic_gpu") -> np.ndarray:
-    if implementation == "reference":
-        return np.asarray(markov_argmax(inputs))
-    with interpreted():
+    with on(implementation):
         return np.asarray(markov_argmax(inputs, implementation=implementation))
 
 
 def written_logits(inputs: Inputs, implementation: str = "mosaic_gpu") -> np.ndarray:
-    if implementation == "reference":
-        return np.asarray(markov_logits(inputs))
-    with interpreted():
+    with on(implementation):
         return np.asarray(markov_logits(inputs, implementation=implementation))
 
 
 def with_sum(inputs: Inputs, implementation: str) -> np.ndarray:
     """The logits that markov_logits gives, by separate ops."""
     base = np.asarray(inputs.base).copy()
-    if implementation == "reference":
+    with on(implementation):
         base[:, inputs.step] += np.asarray(products(inputs, implementation))
-    else:
-        with interpreted():
-            base[:, inputs.step] += np.asarray(products(inputs, implementation))
     return base
 
 
@@ -77,9 +76,7 @@ def separately(inputs: Inputs, implementation: str) -> np.ndarray:
 
 
 def expected(inputs: Inputs, implementation: str) -> np.ndarray:
-    if implementation == "reference":
-        return separately(inputs, implementation)
-    with interpreted():
+    with on(implementation):
         return separately(inputs, implementation)
 
 
@@ -264,7 +261,7 @@ def test_the_kernels_need_a_gpu(op: Any) -> None:
 
 def test_bytes_are_w2_and_each_rows_part_of_w1_logits_and_tokens() -> None:
     assert bytes_moved(Shape(3, 64, 128)) == 2 * 64 * 128 + 3 * (2 * 64 + 4 * 128 + 8)
-    written = bytes_moved(Shape(3, 64, 128), writes=True)
+    written = bytes_moved(Shape(3, 64, 128), op="markov_logits")
     assert written == 2 * 64 * 128 + 3 * (2 * 64 + 2 * 4 * 128 + 4)
 
 
