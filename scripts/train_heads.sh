@@ -73,8 +73,9 @@ say "writing chats"
 half=$(((${#all[@]} + 1) / 2))
 for i in "${!all[@]}"; do
   if [ "$i" -lt $half ]; then kind=("${short[@]}" --shard $i/$half); else kind=("${long[@]}" --shard $((i - half))/$((${#all[@]} - half))); fi
-  draft "${all[i]}" write$i.log "${eval:-}" generate --output "$out/chats$i" --keep-out "$validation" --keep-out "$selection" --generate-minutes "$(until_minute "$write_minutes")" \
-    --seed $((seed + i)) --greedy-share 0.75 --opened-share 0.6 --max-user-tokens 192 --max-answer-tokens 288 "${kind[@]}" &
+  draft "${all[i]}" write$i.log "${eval:-}" generate --output "$out/chats$i" --keep-out "$validation" --keep-out "$selection" \
+    --generate-minutes "$(until_minute "$write_minutes")" --seed $((seed + i)) --greedy-share 0.75 --opened-share 0.6 \
+    --max-user-tokens 192 --max-answer-tokens 288 "${kind[@]}" &
 done
 wait
 chats=()

@@ -37,7 +37,7 @@ def noise_key(
     return ("sample", seq_lens + 1 + step, 0) if cfg.rule == "strict" else ("draft", seq_lens, step)
 
 
-def draw_draft(
+def draw_token(
     cfg: RoundConfig,
     params: Params,
     inputs: Batch,
@@ -46,7 +46,7 @@ def draw_draft(
     *,
     column: jax.Array | int | None = None,
 ) -> jax.Array:
-    """Draw a step's token [batch] in the draft's vocabulary.
+    """Draw a step's token [batch], an id of the target's vocabulary.
 
     The token is the same on all devices, of which each has a piece of the logits.
 
@@ -57,14 +57,14 @@ def draw_draft(
     if cfg.draft_sampling == "greedy" or not cfg.sampled:
         assert column is None  # such drafts' logits are not kept
         scaled = scale_by_temperature(logits, sampling.temperature)
-        return sample(scaled, None, sampling.greedy, shards)
+        return target_token(cfg, params, sample(scaled, None, sampling.greedy, shards))
     token_ids = (
         params["draft_to_target"]
         if cfg.rule == "strict" and families.layered(cfg.draft).maps_vocabulary
         else None
     )
     key = noise_key(cfg, inputs.seq_lens, step)
-    return draw(
+    drafted = draw(
         logits,
         sampling.temperature,
         sampling.keys,
@@ -74,6 +74,7 @@ def draw_draft(
         shards=shards,
         implementation=cfg.ops.gumbel_sample,
     )
+    return target_token(cfg, params, drafted)
 
 
 def write_step(
@@ -90,19 +91,6 @@ def write_step(
     """
     token = draw_token(cfg, params, inputs, step, logits)
     return write_column(proposal, step, token, logits), token
-
-
-def draw_token(
-    cfg: RoundConfig,
-    params: Params,
-    inputs: Batch,
-    step: jax.Array | int,
-    logits: jax.Array,
-    *,
-    column: jax.Array | int | None = None,
-) -> jax.Array:
-    """Draw a step's token [batch] in the target's vocabulary; see draw_draft."""
-    return target_token(cfg, params, draw_draft(cfg, params, inputs, step, logits, column=column))
 
 
 def target_token(cfg: RoundConfig, params: Params, drafted: jax.Array) -> jax.Array:
