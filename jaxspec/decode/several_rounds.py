@@ -21,10 +21,11 @@ from jaxspec.decode.verify import Verification
 from jaxspec.layers.params import Params
 from jaxspec.sampling.loop_rows import scan_rows
 
-# A round of so small a target takes an H200 about a millisecond. JAX and Python take one to two to
-# schedule and dispatch it (hundreds of arguments). Four rounds outlast that; more would only make
-# new requests wait.
-SEVERAL, BELOW_BYTES = 4, 1 << 30
+# A host takes one to three milliseconds to schedule and dispatch a program: hundreds of arguments,
+# and CUDA graphs whose addresses have moved. So many rounds outlast that on an H200; more would
+# only make new requests wait (docs/notes/rounds-per-step.md). Pairs, ascending: (bytes of the
+# target's weights, rounds of a target below them).
+SEVERAL = ((1 << 30, 4), (6 << 30, 2))
 # XLA takes three milliseconds to launch a program of 32 layers on two devices. Its round takes them
 # as long, with 8 GB of weights each; two rounds outlast it (docs/notes/tensor-parallel.md).
 SEVERAL_SHARED, BELOW_BYTES_SHARED = 2, 32 << 30
@@ -41,8 +42,9 @@ def rounds_per_step(config: EngineConfig, *, on_gpu: bool, weight_bytes: int) ->
         return config.rounds_per_step
     if not on_gpu or config.compilation != "round":
         return 1
-    if weight_bytes < BELOW_BYTES:
-        return SEVERAL
+    for below_bytes, rounds in SEVERAL:
+        if weight_bytes < below_bytes:
+            return rounds
     shares = config.tensor_parallel_size > 1
     return SEVERAL_SHARED if shares and weight_bytes < BELOW_BYTES_SHARED else 1
 

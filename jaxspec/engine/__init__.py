@@ -10,6 +10,7 @@ resident_state       the resident state, and all that uses the devices, in each 
 request_rows         requests to NumPy rows, for slots and prefill
 draft_choice         how many drafts requests and rounds have, by acceptance and cost
 round_configs        the static description of each program
+pass_bytes           the bytes of a target's weights that a pass reads on one device
 totals               totals over the running requests, from which programs are chosen
 variants             which programs are compiled, and which of them serve given features
 program_choice       which program serves a batch, on the state as it is

@@ -17,14 +17,20 @@ from jaxspec.config import (
     SpeculativeConfig,
     TargetConfig,
 )
+from jaxspec.engine.pass_bytes import PassBytes
 from jaxspec.parallel.layout import Placement
 
 # A CUDA graph saves the host its launches, and the device a part of the gaps between them. But it
-# drops the kernels' early launches of their successors (programmatic dependent launch). So a target
-# whose round outlasts the host's launches does without, as long as its rows are so few that the
-# products run in our kernels, which launch early. With more rows most products are XLA's
-# (docs/performance.md has figures).
-GRAPHS_BELOW_BYTES, GRAPHS_ABOVE_ROWS = 4 << 30, 64
+# drops the kernels' early launches of their successors (programmatic dependent launch). So it pays
+# where the host is the limit, and where most products are XLA's, which launch none early
+# (docs/notes/cuda-graphs.md):
+# - of a small target, always;
+# - of few rows, where a slow host takes as long to launch a layer (eight launches, 56 to 100 us) as
+#   the device to run it. An H200 reads 256 MiB in 62 us;
+# - of many rows.
+GRAPHS_BELOW_BYTES = 4 << 30
+FEW_ROWS, GRAPHS_BELOW_BYTES_A_LAYER = 16, 256 << 20
+GRAPHS_ABOVE_ROWS = 64
 GREEDY = SamplingFeatures(sampled=False)
 
 
@@ -56,7 +62,10 @@ def _fallback(target: TargetConfig, speculative: SpeculativeConfig | None) -> Dr
 
 
 class RoundConfigs:
-    """Make one RoundConfig for each kind of batch, and keep it: jit looks up its object fastest."""
+    """Make one RoundConfig for each kind of batch, and keep it: jit looks up its object fastest.
+
+    pass_bytes: of the target's weights
+    """
 
     def __init__(
         self,
@@ -67,11 +76,11 @@ class RoundConfigs:
         *,
         ops: Ops,
         placement: Placement,
-        weight_bytes: int,
+        pass_bytes: PassBytes,
         draft_cache_dtype: str | None = None,
         acceptance_rates: tuple[float, ...] | None = None,
     ) -> None:
-        self._weight_bytes = weight_bytes
+        self._pass_bytes = pass_bytes
         self._speculative = speculative
         longest = speculative.draft_max_model_len if speculative else None
         if draft is not None and drafts.drafter(draft).one_hot:
@@ -138,13 +147,19 @@ class RoundConfigs:
         K = num_speculative_tokens
         if K is None:
             K = self._plain.num_speculative_tokens
-        graphs = (
-            self._weight_bytes < GRAPHS_BELOW_BYTES
-            or batch * (K + 1) > GRAPHS_ABOVE_ROWS
+        limits_drafts |= self.always_limits_drafts
+        graphs = self._are_graphs(batch * (K + 1))
+        return self.at(ConfigKey(features, K, limits_drafts and K > 0, graphs))
+
+    def _are_graphs(self, rows: int) -> bool:
+        """Return whether rounds of so many rows are CUDA graphs."""
+        read = self._pass_bytes
+        return (
+            read.total < GRAPHS_BELOW_BYTES
+            or (rows <= FEW_ROWS and read.a_layer(rows) < GRAPHS_BELOW_BYTES_A_LAYER)
+            or rows > GRAPHS_ABOVE_ROWS
             or self._plain.placement.size > 1  # the host launches for all devices
         )
-        limits_drafts |= self.always_limits_drafts
-        return self.at(ConfigKey(features, K, limits_drafts and K > 0, graphs))
 
     def _make(
         self, features: SamplingFeatures, K: int, limits_drafts: bool, cuda_graphs: bool

@@ -31,6 +31,7 @@ from jaxspec.engine.background_compiler import BackgroundCompiler
 from jaxspec.engine.block_tables import BlockTables
 from jaxspec.engine.buckets import Buckets, Shapes
 from jaxspec.engine.memory import CacheMemory
+from jaxspec.engine.pass_bytes import PassBytes
 from jaxspec.engine.prefill_tiles import PrefillTiles, in_tiles
 from jaxspec.engine.program_choice import ProgramChoice
 from jaxspec.engine.progress import report_nothing
@@ -97,7 +98,7 @@ class ModelRunner:
             config,
             ops=ops,
             placement=placement,
-            weight_bytes=self.weight_bytes,
+            pass_bytes=PassBytes.of(target_config, params["target"]),
             draft_cache_dtype=None if of_draft == cache_dtype else of_draft.name,
             acceptance_rates=acceptance_rates,
         )

@@ -80,6 +80,10 @@ class MoEConfig:
     norm_top_k: bool = True
     shared_size: int = 0
 
+    def share_chosen(self, rows: int) -> float:
+        """Return the share of the experts that some of the rows choose, each by chance."""
+        return 1 - (1 - self.top_k / self.num_experts) ** rows
+
 
 def moe_of(model: Any) -> MoEConfig | None:
     """Return the config of the experts of a target or a draft; None for a dense one."""

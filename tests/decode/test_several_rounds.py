@@ -19,9 +19,7 @@ import pytest
 from jaxspec import LLM, ConfigError, EngineConfig, SamplingParams, SpeculativeConfig
 from jaxspec.decode import several_rounds as rounds
 from jaxspec.decode.several_rounds import (
-    BELOW_BYTES,
     BELOW_BYTES_SHARED,
-    SEVERAL,
     SEVERAL_SHARED,
     each_round,
     rounds_per_step,
@@ -245,14 +243,16 @@ def test_one_round_a_step_is_the_single_rounds_program(monkeypatch: pytest.Monke
 @pytest.mark.parametrize(
     ("values", "on_gpu", "weight_bytes", "expected"),
     [
-        ({}, True, BELOW_BYTES - 1, SEVERAL),
-        ({}, True, BELOW_BYTES, 1),
+        ({}, True, (1 << 30) - 1, 4),
+        ({}, True, 1 << 30, 2),
+        ({}, True, (6 << 30) - 1, 2),
+        ({}, True, 6 << 30, 1),
         ({}, False, 1, 1),
         ({"compilation": "step"}, True, 1, 1),
-        ({"rounds_per_step": 3}, False, BELOW_BYTES, 3),
+        ({"rounds_per_step": 3}, False, 6 << 30, 3),
         ({"rounds_per_step": 1}, True, 1, 1),
         ({"tensor_parallel_size": 2}, True, BELOW_BYTES_SHARED - 1, SEVERAL_SHARED),
-        ({"tensor_parallel_size": 2}, True, BELOW_BYTES - 1, SEVERAL),
+        ({"tensor_parallel_size": 2}, True, (1 << 30) - 1, 4),
         ({"tensor_parallel_size": 2}, True, BELOW_BYTES_SHARED, 1),
         ({"tensor_parallel_size": 2}, False, 1, 1),
         ({"tensor_parallel_size": 2, "rounds_per_step": 1}, True, 1, 1),

@@ -54,6 +54,7 @@ def test_nothing_compiles_after_warm_up(
     requests. is_large: the rows decide whether a round is CUDA graphs."""
     if is_large:
         monkeypatch.setattr(round_configs, "GRAPHS_BELOW_BYTES", 0)
+        monkeypatch.setattr(round_configs, "GRAPHS_BELOW_BYTES_A_LAYER", 0)
         monkeypatch.setattr(
             round_configs, "GRAPHS_ABOVE_ROWS", 4
         )  # two rows a request: batches of 1 without, of 3 with them

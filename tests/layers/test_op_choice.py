@@ -303,6 +303,8 @@ def test_a_large_targets_rounds_are_cuda_graphs_where_their_rows_are_many(
 
     assert graphs(1, 64) == [True, True]
     monkeypatch.setattr(round_configs, "GRAPHS_BELOW_BYTES", 0)
+    assert graphs(1, 5, 6, 21, 22, 64) == [True, True, False, False, True, True]
+    monkeypatch.setattr(round_configs, "GRAPHS_BELOW_BYTES_A_LAYER", 0)
     assert graphs(1, 21, 22, 64) == [False, False, True, True]
     ran: list[tuple[int, bool]] = []
     run_rounds = rounds.run_rounds

@@ -30,6 +30,7 @@ class ToyTarget:
     model_type: str = "toy"
     hidden_size: int = 1
     num_layers: int = 0
+    tie_word_embeddings: bool = False
     max_position_embeddings: int = 1 << 20
     attention: AttentionConfig = ATTENTION
     group_of_layer: tuple[int, ...] = ()

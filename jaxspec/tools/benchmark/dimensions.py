@@ -176,6 +176,7 @@ PLAIN: dict[str, Dimensions] = {
     "llama-3-8b": _dimensions(
         "llama", 32, 4096, 14336, (32, 8, 128), 128256, 32000, theta=5e5, small=_LLAMA_3_2_1B
     ),
+    "llama-3.2-1b": _LLAMA_3_2_1B,
     "smollm2-135m": _dimensions(
         "llama", 30, 576, 1536, (9, 3, 64), 49152, 16000, theta=1e5, tied=True
     ),

@@ -19,7 +19,6 @@ from jaxspec.drafts import BLOCKS, LayeredConfig
 from jaxspec.drafts.draft_model import METHOD as DRAFT_MODEL
 from jaxspec.drafts.families import block, layered
 from jaxspec.drafts.independent import ROWS
-from jaxspec.layers.moe import MoEConfig
 from jaxspec.layers.mxfp4 import Mxfp4Spec
 from jaxspec.layers.params import Params, ParamSpec
 from jaxspec.layers.quantized.table import QuantizedSpec
@@ -92,7 +91,7 @@ def round_floor(
     kv_target = sum(map(mul, tokens, blocks))
     read, used = always + itemsize * rows * target.hidden_size, float(weights)
     if experts:
-        read += int(expert_bytes * share_hit(target.moe, rows))
+        read += int(expert_bytes * target.moe.share_chosen(rows))
         used += experts * target.moe.top_k / target.moe.num_experts
     return Floor(
         target_weights=read,
@@ -129,7 +128,7 @@ def _steps_floor(
     flops = 2 * ((each - after + once) * first + (after + (K - 1) * each + K * head) * batch)
     flops += _attention_flops(layered(cfg.on_device().draft), rows, _seen_by_draft(cfg, context))
     if experts:  # an MTP module's layer is the target's
-        weights += int(itemsize * experts * K * share_hit(target.moe, batch))
+        weights += int(itemsize * experts * K * target.moe.share_chosen(batch))
         flops += int(2 * experts * target.moe.top_k / target.moe.num_experts * K * batch)
     return _DraftFloor(
         weights,
@@ -191,11 +190,6 @@ def _attention_flops(on_device: Any, rows: int, seen: Sequence[int]) -> int:
     """Return the operations of rows over the tokens `seen` by each layer of a device's model."""
     attended = on_device.attention
     return 4 * rows * sum(seen) * attended.num_heads * attended.head_dim
-
-
-def share_hit(moe: MoEConfig, rows: int) -> float:
-    """Return the share of a layer's experts that some row chose."""
-    return 1 - (1 - moe.top_k / moe.num_experts) ** rows
 
 
 def seen_tokens(
