@@ -42,6 +42,7 @@ COPIES_BYTES = 16e9
 class Op:
     """An op of pallas_kernels.
 
+    name: of its folder, with the function's behind a dot if the folder has several ops
     function: its public function. implementations: their names. shapes: its shapes module.
     """
 
@@ -61,7 +62,10 @@ class Op:
 
 def main(
     op: Annotated[
-        str | None, option("Ops, with commas between them. [default: all that have named shapes]")
+        str | None,
+        option(
+            "Ops or folders of ops, with commas between them. [default: all that have named shapes]"
+        ),
     ] = None,
     shape: Annotated[
         list[str] | None,
@@ -116,9 +120,15 @@ def discover() -> list[Op]:
                 importlib.import_module(name),
                 importlib.import_module(f"{name}.shapes"),
             )
+            functions = public_ops(package)
             found += [
-                Op(module.name, function, tuple(package.IMPLEMENTATIONS), shapes)
-                for function in public_ops(package)
+                Op(
+                    module.name if len(functions) == 1 else f"{module.name}.{function.__name__}",
+                    function,
+                    tuple(package.IMPLEMENTATIONS),
+                    shapes,
+                )
+                for function in functions
             ]
     return found
 
@@ -139,11 +149,13 @@ def public_ops(package: ModuleType) -> list[Callable[..., Any]]:
 
 
 def pick_ops(ops: list[Op], names: str | None) -> list[Op]:
-    """Return the ops of these names, or all; ConfigError for an unknown name."""
+    """Return the ops of these names or folders, or all; ConfigError for an unknown name."""
     if names is None:
         return ops
-    wanted = split_names("--op", names, [op.name for op in ops] or ["no op (none has shapes)"])
-    return [op for op in ops if op.name in wanted]
+    folders = {op: op.name.partition(".")[0] for op in ops}
+    known = dict.fromkeys(name for op in ops for name in (folders[op], op.name))
+    wanted = split_names("--op", names, list(known) or ["no op (none has shapes)"])
+    return [op for op in ops if op.name in wanted or folders[op] in wanted]
 
 
 def pick_shapes(op: Op, parts: list[str] | None) -> list[str]:

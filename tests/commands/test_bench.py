@@ -958,6 +958,23 @@ def test_every_kernel_package_with_shapes_is_found_by_its_public_op():
             assert op.shapes.bytes_moved(shape) > 0
 
 
+def test_ops_that_share_a_folder_have_names_of_their_own():
+    ops = bench_kernels.discover()
+    names = [op.name for op in ops]
+    assert len(set(names)) == len(names)
+    assert {"attention", "markov_head.markov_argmax", "markov_head.markov_logits"} <= set(names)
+
+    def picked(text: str) -> list[str]:
+        return [op.name for op in bench_kernels.pick_ops(ops, text)]
+
+    assert picked("markov_head,attention") == [
+        "attention",
+        "markov_head.markov_argmax",
+        "markov_head.markov_logits",
+    ]
+    assert picked("markov_head.markov_logits") == ["markov_head.markov_logits"]
+
+
 def test_ops_that_share_a_folder_have_bytes_of_their_own():
     """Of a Markov head's two, one writes the logits that both read."""
     ops = {op.function.__name__: op for op in bench_kernels.discover()}
