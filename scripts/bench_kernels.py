@@ -136,16 +136,24 @@ def discover() -> list[Op]:
 def public_ops(package: ModuleType) -> list[Callable[..., Any]]:
     """Return the package's own functions that take implementation= by keyword only.
 
-    Without those that need other devices (all_reduce: scripts/experiment_all_reduce.py times it).
+    Of a package that has Inputs, those that need nothing else. Without those that need other
+    devices (all_reduce: scripts/experiment_all_reduce.py times it).
     """
     own = [
         f
         for _, f in inspect.getmembers(package, inspect.isfunction)
         if f.__module__ == package.__name__
     ]
-    alone = [f for f in own if "peers" not in inspect.signature(f).parameters]
-    parameters = {f: inspect.signature(f).parameters.get("implementation") for f in alone}
-    return [f for f, p in parameters.items() if p is not None and p.kind is p.KEYWORD_ONLY]
+    return [f for f in own if _is_op(f, takes_inputs=hasattr(package, "Inputs"))]
+
+
+def _is_op(function: Callable[..., Any], *, takes_inputs: bool) -> bool:
+    parameters = dict(inspect.signature(function).parameters)
+    implementation = parameters.pop("implementation", None)
+    if implementation is None or implementation.kind is not implementation.KEYWORD_ONLY:
+        return False
+    needed = [name for name, p in parameters.items() if p.default is p.empty]
+    return "peers" not in parameters and (not takes_inputs or needed == ["inputs"])
 
 
 def pick_ops(ops: list[Op], names: str | None) -> list[Op]:

@@ -78,9 +78,16 @@ def measured_swiglu(
     """Return fp8_matmul of gate and up, and the largest magnitudes in it, for the product after it.
 
     The latter are float32 [tiles of columns, rows or more]. See takes_largest.
+
+    Raises ValueError as fp8_matmul does, and for what kernels of few rows do not make: a product
+    without SwiGLU, more than 64 rows, and the reference.
     """
-    runs = _runs_kernel(inputs, implementation, norm)
-    assert runs and inputs.swiglu and inputs.x.shape[0] <= plan.MAX_ROWS
+    runs, rows = _runs_kernel(inputs, implementation, norm), inputs.x.shape[0]
+    if not (runs and inputs.swiglu and rows <= plan.MAX_ROWS):
+        raise ValueError(
+            f"measured_swiglu: expected a kernel, swiglu and at most {plan.MAX_ROWS} rows, "
+            f"got implementation {implementation!r}, swiglu {inputs.swiglu} and {rows} rows"
+        )
     from pallas_kernels.fp8_matmul import mosaic_gpu
 
     out, largest = mosaic_gpu.fp8_matmul(inputs, norm, measures=True)

@@ -951,6 +951,24 @@ def test_ops_shapes_and_implementations_are_picked_by_name(fake):
         assert result.exit_code == 2 and result.stderr.startswith(sentence), result.output
 
 
+def test_every_op_runs_on_the_inputs_of_its_shapes():
+    """Traced: each takes the inputs of its first shape, or says why it does not."""
+    for op in bench_kernels.discover():
+        make, shape = op.shapes.make_inputs, next(iter(op.shapes.SHAPES.values()))
+
+        def run(op: Any = op, make: Any = make, shape: Any = shape) -> Any:
+            given = make(shape, 0)
+            if isinstance(given, dict):
+                return op.function(**given, implementation="reference")
+            return op.function(given, implementation="reference")
+
+        if op.name == "fp8_matmul.measured_swiglu":
+            with pytest.raises(ValueError, match="^measured_swiglu: expected a kernel, swiglu and"):
+                jax.eval_shape(run)
+        else:
+            assert jax.tree.leaves(jax.eval_shape(run)), op.name
+
+
 def test_every_kernel_package_with_shapes_is_found_by_its_public_op():
     for op in bench_kernels.discover():
         assert "reference" in op.implementations and op.shapes.SHAPES, op.name
