@@ -59,6 +59,8 @@ class Ops:
     rows_alike: on a CPU, give a row the same bits beside few other rows as beside many. A last bit
                 may move a number to the next fp8 code, and then texts differ. Products have at
                 least 8 rows; attention, routers and experts run in tiles of 8
+    full_float32: multiply float32 matrices in float32, where a GPU would take TF32. Texts with and
+                without speculation would differ by its rounding
     """
 
     attention: str = _name()
@@ -75,6 +77,7 @@ class Ops:
     is_prefill: bool = struct.field(pytree_node=False, default=False)
     in_halves: bool = struct.field(pytree_node=False, default=False)
     rows_alike: bool = struct.field(pytree_node=False, default=False)
+    full_float32: bool = struct.field(pytree_node=False, default=False)
 
     def names(self) -> dict[str, str]:
         """Return the implementation of each op."""

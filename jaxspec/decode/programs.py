@@ -5,6 +5,7 @@ All of them run the same functions.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable
 from dataclasses import fields, replace
@@ -61,7 +62,7 @@ class Program:
         self._made: dict[XlaFlags, KeptJit] = {}
 
     def __call__(self, cfg: RoundConfig, *args: Any) -> Any:
-        with launching(cfg):
+        with launching(cfg), matmul_precision(cfg):
             return self._of(cfg)(cfg, *args, **given_addresses(cfg))
 
     def compile(self, cfg: RoundConfig, *args: Any) -> None:
@@ -69,7 +70,8 @@ class Program:
 
         args: arrays, or a ShapeDtypeStruct for each. Nothing is computed and nothing is donated.
         """
-        self._of(cfg).compile(cfg, *args, **given_addresses(cfg))
+        with matmul_precision(cfg):
+            self._of(cfg).compile(cfg, *args, **given_addresses(cfg))
 
     def jitted(self, cfg: RoundConfig) -> Any:
         """Return the jitted function with the compiler options of cfg, its first argument."""
@@ -92,6 +94,17 @@ class Program:
             )
             return self._made.setdefault(options, made)  # another thread may be faster
         return self._made[options]
+
+
+def matmul_precision(cfg: RoundConfig) -> contextlib.AbstractContextManager[object]:
+    """Return the context in which programs are traced and found: Ops.full_float32.
+
+    A precision that the caller has chosen in jax's settings stays.
+    """
+    chosen = jax.config.jax_default_matmul_precision  # pyright: ignore[reportAttributeAccessIssue]
+    if cfg.ops.full_float32 and chosen is None:
+        return jax.default_matmul_precision("highest")
+    return contextlib.nullcontext()
 
 
 @struct.dataclass
@@ -255,7 +268,7 @@ def run_round(
     compilation: "round" (one executable), "step" (one for each draft step) or "eager"
     """
     if compilation == "eager":
-        with jax.disable_jit():
+        with jax.disable_jit(), matmul_precision(cfg):
             return _eager_round(cfg, params, state, jax.tree.map(jnp.asarray, block_tables))
     if compilation == "step":
         return _step_by_step(cfg, params, state, block_tables)
@@ -281,7 +294,7 @@ def run_prefill(
     """
     inputs = pack((block_tables, chunk, prompts))
     if compilation == "eager":
-        with jax.disable_jit():
+        with jax.disable_jit(), matmul_precision(cfg):
             return _eager_prefill(cfg, params, state, jax.tree.map(jnp.asarray, inputs))
     return prefill_program(cfg, params, state, inputs)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -96,7 +97,11 @@ def choose(
     wanted = parse(requested)
     if unknown := [name for name in wanted.values() if name not in CHOICES]:
         raise ConfigError(f"kernels: expected one of {', '.join(CHOICES)}, got {unknown[0]!r}")
-    plain = Ops(rows_alike=jax.default_backend() == "cpu" and _rounds_to_fp8(target, cache_dtype))
+    backend = jax.default_backend()
+    plain = Ops(
+        rows_alike=backend == "cpu" and _rounds_to_fp8(target, cache_dtype),
+        full_float32=backend == "gpu" and jnp.dtype(dtype) == jnp.float32,
+    )
     if set(wanted.values()) == {"reference"}:
         return plain
     chosen, missed = {}, {}
@@ -111,7 +116,7 @@ def choose(
         chosen[op] = "mosaic_gpu" if reason is None and wanted[op] != "reference" else "reference"
     if missed:
         _warn_on_a_gpu(missed, *dtypes)
-    return plain if set(chosen.values()) == {"reference"} else Ops(**chosen)
+    return plain if set(chosen.values()) == {"reference"} else replace(plain, **chosen)
 
 
 def for_whole_sequences(target: TargetConfig, rows: int, dtype: DTypeLike) -> Ops:
