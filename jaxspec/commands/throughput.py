@@ -186,7 +186,7 @@ def main(
                 help="Tokens a request may hold. [default: what prompts and outputs need]"
             ),
             max_num_batched_tokens=Flag(
-                8192, "Tokens of one prefill call; vLLM's default on this GPU."
+                8192, "Tokens of one prefill call, as in the recorded runs of vLLM."
             ),
             enable_prefix_caching=Flag(True, names=("--prefix-caching/--no-prefix-caching",)),
         ),

@@ -141,8 +141,8 @@ class EvaluationOptions:
 
     eval_prompts: str | None = flag(
         None,
-        "JSON Lines in MT-bench's form or a hub id. Training leaves out prompts that share 13 "
-        "words in a row with one of them, or repeat a shorter one.",
+        "JSON Lines in MT-bench's form or a hub id. Writing chats leaves out prompts that share "
+        "13 words in a row with one of them, or repeat a shorter one.",
     )
     keep_out: list[str] | None = flag(
         None,

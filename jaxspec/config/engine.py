@@ -93,7 +93,7 @@ class EngineConfig:
     rounds_per_step: int | None = setting(
         None,
         "Rounds that one program runs. "
-        "[default: 4 for a small target on a GPU, 2 for one that GPUs share, else 1]",
+        "[default: on a GPU 4 for a target below 1 GiB, 2 below 6 GiB or shared by GPUs, else 1]",
     )
     kernels: str = setting(
         "auto",

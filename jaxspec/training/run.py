@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,6 +54,13 @@ class RunConfig:
     resume: bool = setting(
         False, "Go on from OUTPUT/state; the same curve, if --max-steps ends the run."
     )
+
+    def __post_init__(self) -> None:
+        for name in ("keep_state", "resume"):
+            if getattr(self, name) and importlib.util.find_spec("orbax") is None:
+                raise ConfigError(
+                    f"{name}: expected orbax-checkpoint (pip install '.[train]'), got none"
+                )
 
 
 def train_head(

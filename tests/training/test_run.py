@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import json
 import time
 from pathlib import Path
@@ -82,6 +83,19 @@ def test_a_run_does_not_go_on_with_other_chats(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="draft vocabulary, got another"):
         run_in(tmp_path, run, target, random_chats(1))
     run_in(tmp_path, run, target, random_chats(0))  # its own
+
+
+@pytest.mark.parametrize("name", ["keep_state", "resume"])
+def test_a_state_without_orbax_is_refused_before_any_work(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    head = HeadConfig(draft_vocab_size=96, aux_layers=(1, 2, 3), intermediate_size=16)
+    values = head, TrainConfig(), EvaluationConfig()
+    monkeypatch.setattr(importlib.util, "find_spec", lambda wanted: None)
+    RunConfig(*values)
+    sentence = rf"^{name}: expected orbax-checkpoint \(pip install '.\[train\]'\), got none"
+    with pytest.raises(ConfigError, match=sentence):
+        RunConfig(*values, **{name: True})
 
 
 @pytest.mark.usefixtures("standard_promotion")
