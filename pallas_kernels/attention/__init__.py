@@ -27,11 +27,12 @@ def paged_attention(inputs: Inputs, *, implementation: str = "reference") -> jax
     heads = inputs.heads
     if not runs_kernel("attention", implementation, lambda: unsupported(heads)):
         return reference.paged_attention(inputs)
-    from pallas_kernels.attention import mosaic_gpu, prefill_mosaic_gpu
+    from pallas_kernels.attention import mosaic_gpu
+    from pallas_kernels.attention.mosaic_gpu import prefill
 
     kernel = mosaic_gpu.paged_attention
     if inputs.packed_heads is None and mosaic_gpu.too_long(heads.rows, heads.queries_per_kv):
-        kernel = prefill_mosaic_gpu.paged_attention
+        kernel = prefill.paged_attention
     return (kernel if hopper.interpreting() else _compiled(kernel))(inputs)
 
 

@@ -40,9 +40,9 @@ def matmul(inputs: Inputs[jax.Array], *, implementation: str = "reference") -> R
     if not runs_kernel("matmul", implementation, reason):
         return reference.matmul(inputs)
     if _takes_swiglu_kernel(inputs.x.shape[0], inputs.swiglu):
-        from pallas_kernels.matmul import swiglu_mosaic_gpu
+        from pallas_kernels.matmul.mosaic_gpu import many_rows_swiglu
 
-        return swiglu_mosaic_gpu.swiglu(inputs)
+        return many_rows_swiglu.swiglu(inputs)
     from pallas_kernels.matmul import mosaic_gpu
 
     return mosaic_gpu.matmul(inputs)
@@ -62,9 +62,9 @@ def unsupported(product: Product) -> str | None:
     if reason := hopper.too_old():
         return reason
     if _takes_swiglu_kernel(product.rows, product.swiglu):
-        from pallas_kernels.matmul import swiglu_mosaic_gpu
+        from pallas_kernels.matmul.mosaic_gpu import many_rows_swiglu
 
-        return swiglu_mosaic_gpu.unsupported(product)
+        return many_rows_swiglu.unsupported(product)
     return plan.unsupported(product)
 
 

@@ -14,7 +14,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from pallas_kernels.matmul import Inputs, matmul, plan, swiglu_mosaic_gpu
+from pallas_kernels.matmul import Inputs, matmul, plan
+from pallas_kernels.matmul.mosaic_gpu import many_rows_swiglu
 from pallas_kernels.matmul.shapes import SHAPES, Shape
 from tests.support import h200
 
@@ -62,11 +63,11 @@ def test_compiles_to_one_kernel_without_spills(name: str) -> None:
 @pytest.mark.parametrize(("width", "tile"), [(9216, 96), (12288, 128), (14336, 128)])
 def test_two_blocks_of_gate_and_up_share_x_in_one_pass(width: int, tile: int) -> None:
     """Each step copies a tile of gate, one of up, and half of x for both blocks."""
-    tuning = swiglu_mosaic_gpu.choose_tuning(128, width)
+    tuning = many_rows_swiglu.choose_tuning(128, width)
     assert tuning is not None and (tuning.tile, tuning.cluster, tuning.passes) == (tile, 2, 1)
     inputs = Inputs(**abstract(Shape(128, 4096, (width, width))), swiglu=True)
     with mock.patch.dict(os.environ, {"MOSAIC_GPU_DUMP_PTX": "1"}), h200.ptxas_report() as report:
-        h200.compile_for_h200(functools.partial(swiglu_mosaic_gpu.swiglu, tuning=tuning), inputs)
+        h200.compile_for_h200(functools.partial(many_rows_swiglu.swiglu, tuning=tuning), inputs)
         ptx = report()
     assert h200.stack_and_spills(ptx) == [(0, 0, 0)]
     assert ".reqnctapercluster 2, 1, 1" in ptx

@@ -129,10 +129,10 @@ def kernel(inputs: Inputs, **tuning: Any) -> np.ndarray:
 
 
 def prefill_kernel(inputs: Inputs, **tuning: Any) -> np.ndarray:
-    from pallas_kernels.attention import prefill_mosaic_gpu
+    from pallas_kernels.attention.mosaic_gpu import prefill
 
     with interpreted() if jax.default_backend() == "cpu" else contextlib.nullcontext():
-        out = prefill_mosaic_gpu.paged_attention(inputs, tuning=prefill_mosaic_gpu.Tuning(**tuning))
+        out = prefill.paged_attention(inputs, tuning=prefill.Tuning(**tuning))
     return np.asarray(out).astype(np.float32)
 
 

@@ -66,13 +66,14 @@ def early_readers(function: Callable[..., Any], *args: Any) -> list[str]:
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_attention_commits_its_stores(name: str) -> None:
-    from pallas_kernels.attention import mosaic_gpu, prefill_mosaic_gpu
+    from pallas_kernels.attention import mosaic_gpu
+    from pallas_kernels.attention.mosaic_gpu import prefill
 
     shape = SHAPES[name]
     arrays: dict[str, Any] = abstract(shape)
     inputs = Inputs(**arrays, scale=shape.head_dim**-0.5, window=shape.window)
     long = mosaic_gpu.too_long(shape.rows, inputs.heads.queries_per_kv)
-    kernel = prefill_mosaic_gpu if long else mosaic_gpu
+    kernel = prefill if long else mosaic_gpu
     assert not early_readers(kernel.paged_attention, inputs)
 
 

@@ -39,12 +39,12 @@ MANY_ROWS = [name for name, shape in SHAPES.items() if shape.rows > 64]
 
 def kernel(inputs: Inputs, **tuning: int) -> np.ndarray:
     """The kernel itself, which takes more rows than are measured to be faster than cuBLAS's."""
-    from pallas_kernels.matmul import swiglu_mosaic_gpu
+    from pallas_kernels.matmul.mosaic_gpu import many_rows_swiglu
 
     with interpreted():
-        out = swiglu_mosaic_gpu.swiglu(
+        out = many_rows_swiglu.swiglu(
             inputs,
-            tuning=swiglu_mosaic_gpu.Tuning(**tuning) if tuning else None,
+            tuning=many_rows_swiglu.Tuning(**tuning) if tuning else None,
         )
     return np.asarray(out).astype(np.float32)
 
@@ -115,7 +115,7 @@ def test_bits_do_not_depend_on_tile_ring_or_neighbours() -> None:
 )
 def test_llamas_gate_and_up_fill_the_gpu(rows: int, tuning: tuple[int, ...]) -> None:
     """One block for 112 of 132 SMs, for 128 of them, then in three waves and in two."""
-    from pallas_kernels.matmul import swiglu_mosaic_gpu as many
+    from pallas_kernels.matmul.mosaic_gpu import many_rows_swiglu as many
 
     assert many.choose_tuning(rows, 14336) == many.Tuning(*tuning)
     chosen, deeper = (many.Tuning(tuning[0], tuning[1] + i, *tuning[2:]) for i in (0, 1))
@@ -137,7 +137,7 @@ def test_llamas_gate_and_up_fill_the_gpu(rows: int, tuning: tuple[int, ...]) -> 
 def test_one_row_tile_shares_x_in_one_pass_where_it_can(
     rows: int, width: int, tuning: tuple[int, ...]
 ) -> None:
-    from pallas_kernels.matmul import swiglu_mosaic_gpu as many
+    from pallas_kernels.matmul.mosaic_gpu import many_rows_swiglu as many
 
     chosen = many.choose_tuning(rows, width)
     assert chosen is not None and chosen == many.Tuning(*tuning)

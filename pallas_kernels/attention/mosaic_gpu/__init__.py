@@ -10,7 +10,7 @@ classes as a binary tree. CTAs of a cluster share a row's keys as 1, 2, 4 or 8 e
 whatever the context's length, and the first CTA folds their results through distributed shared
 memory. So the order of all sums depends on the keys' places alone: neither on the batch, nor on
 the block table, nor on the number of CTAs. A tile that a row does not see leaves its state
-unchanged to the bit. (Prefill chunks have their own kernel, prefill_mosaic_gpu.)
+unchanged to the bit. (Prefill chunks have their own kernel, prefill.py.)
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def packs(rows: int, queries_per_kv: int) -> bool:
 
 
 def too_long(rows: int, queries_per_kv: int) -> bool:
-    """Return whether prefill_mosaic_gpu takes requests of so many rows: more than 4 row tiles."""
+    """Return whether prefill.py takes requests of so many rows: more than 4 row tiles."""
     return rows * queries_per_kv > 4 * NARROW
 
 

@@ -29,6 +29,8 @@ its neighbours nor on their number.
     tile_sum.py     the sums of a tile, over warpgroups
     cluster_sum.py  the sum over a cluster
     epilogue.py     norms, SwiGLU, residual sum, and the result
+
+many_rows_swiglu.py is another kernel: gate and up of 65 to 256 rows.
 """
 
 from __future__ import annotations
