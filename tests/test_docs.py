@@ -47,6 +47,27 @@ def test_the_options_page_has_the_arguments_of_from_pretrained() -> None:
     assert options("LLM.from_pretrained") == named
 
 
+def test_the_options_page_has_the_methods_of_llm() -> None:
+    """Each name exists; keywords with their defaults."""
+    page = (ROOT / "docs" / "options.md").read_text(encoding="utf-8")
+    _, _, rest = page.partition("## Methods of LLM\n")
+    rows = [row.split("|")[1] for row in re.split(r"\n##+ ", rest)[0].splitlines() if "`" in row]
+    calls = [call for row in rows for call in re.findall(r"`(\w+)(?:\(([^`]*)\))?`", row)]
+    assert len(calls) >= len(rows) > 8
+    for name, arguments in calls:
+        if name == "repr":
+            continue
+        method = getattr(LLM, name)
+        for keyword, default in re.findall(r"(\w+)=(\w+)", arguments):
+            parameter = inspect.signature(method).parameters[keyword]
+            assert parameter.default == ast.literal_eval(default), (name, keyword)
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_a_page_has_no_gap_to_fill(path: Path) -> None:
+    assert not re.findall(r"\b(?:TODO|TBD|FIXME|XXX+|NNN+)\b|\?\?\?", path.read_text("utf-8"))
+
+
 def test_the_options_page_has_the_defaults_that_differ_from_vllms() -> None:
     parameters = inspect.signature(LLM.from_pretrained).parameters.values()
     known = {f.name: f.default for c in (EngineConfig, SpeculativeConfig) for f in fields(c)}
