@@ -55,6 +55,13 @@ class TextOptions:
     max_tokens: int = flag(256, "At most this many tokens a prompt.")
     seed: int = flag(0, "Seed of a data set's first prompt; the i-th has seed + i.")
 
+    def check(self) -> None:
+        """Raise ConfigError for numbers that cannot be."""
+        if self.max_tokens < 1:
+            raise ConfigError(f"--max-tokens: expected at least 1, got {self.max_tokens}")
+        if not 0 <= self.seed < 2**63:
+            raise ConfigError(f"--seed: expected an integer from 0 to 2^63 - 1, got {self.seed}")
+
 
 @dataclass(frozen=True)
 class GridOptions:
@@ -117,9 +124,20 @@ def main(
     dtype: Dtype = "auto",
 ) -> None:
     """Measure acceptance per position, and compare it with what theory expects."""
-    json_file = report.JsonFile(output.output_json) if output.output_json else None
+    texts.check()
+    if grid.sweep < 0:
+        raise ConfigError(f"--sweep: expected at least 0, got {grid.sweep}")
+    json_file = None
+    if output.output_json:
+        if output.from_json:
+            raise ConfigError(
+                "--output-json: expected none with --from-json, which measures nothing"
+            )
+        json_file = report.JsonFile(output.output_json, texts.dataset or ())
     if output.markdown:
         show.check_markers(output.markdown, show.SCRIPT)
+    if output.plot:
+        show.check_plot(output.plot)
     if output.from_json:
         records = [read_record(path) for path in output.from_json]
     else:

@@ -73,6 +73,10 @@ class PromptOptions:
         """Whether the built-in prompts are used."""
         return not self.prompt and self.dataset is None
 
+    def files(self) -> list[str]:
+        """Return what is read besides the models."""
+        return [] if self.dataset is None else [self.dataset]
+
     def read(self) -> list[str]:
         """Return the prompts; ConfigError for one that is empty or malformed."""
         if self.prompt and self.dataset is not None:
@@ -198,7 +202,7 @@ def main(
     compare = drafts is not None and (inputs.is_demo if compare is None else compare)
     texts = inputs.read()
     params = [replace(sampling, seed=((sampling.seed or 0) + i) % 2**64) for i in range(len(texts))]
-    json_file = report.JsonFile(output_json) if output_json else None
+    json_file = report.JsonFile(output_json, inputs.files()) if output_json else None
     dtype = dtype or ("float32" if compare else "auto")
     if dtype == "float32":
         exact_float32()

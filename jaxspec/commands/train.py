@@ -12,6 +12,7 @@ Training uses every visible GPU. To write more text, start one `generate` on eac
 from __future__ import annotations
 
 import json
+import math
 import sys
 import time
 from collections.abc import Callable, Iterable
@@ -24,6 +25,7 @@ import typer
 
 from jaxspec.config import ConfigError
 from jaxspec.loading import keep_compiled_programs
+from jaxspec.loading.new_file import write_text
 from jaxspec.tools.cli import commands, one_of, option
 from jaxspec.tools.flags import Flag, Given, flag, given_of
 from jaxspec.tools.prompts import dataset_name, read_prompts
@@ -32,11 +34,10 @@ from jaxspec.training.card import write_card
 from jaxspec.training.chat_files import CHATS, read_chats, write_chats
 from jaxspec.training.chat_target import ChatTarget, load_chat_target
 from jaxspec.training.checkpoint import PIECE_BYTES, join_file, split_file
-from jaxspec.training.config import TrainConfig
+from jaxspec.training.config import TrainConfig, check_seed
 from jaxspec.training.data import OverlapFilter
 from jaxspec.training.dry_run import EVALUATION_PROMPTS, dry_target
 from jaxspec.training.evaluation import EvaluationConfig, evaluate_head
-from jaxspec.training.files import write_text
 from jaxspec.training.generation import GenerationConfig
 from jaxspec.training.heads import HeadConfig
 from jaxspec.training.long_prompts import LongPromptConfig, long_prompts, read_texts
@@ -102,6 +103,13 @@ class StageOptions:
             raise ConfigError("--output: expected a folder, got none")
         one_of("--method", self.method, sorted(METHODS))
         one_of("--dtype", self.dtype, DTYPES)
+        check_seed(self.seed)
+        for name, minutes in (
+            ("--max-minutes", self.max_minutes),
+            ("--evaluate-minutes", self.evaluate_minutes),
+        ):
+            if not 0.0 <= minutes < math.inf:
+                raise ConfigError(f"{name}: expected a finite number from 0, got {minutes}")
         return self.output
 
     def load(self) -> ChatTarget:
@@ -127,10 +135,21 @@ class DataOptions:
         None, "For train: chats.npz of earlier runs; may be repeated. [default: OUTPUT/chats.npz]"
     )
 
+    def check(self) -> None:
+        """Raise ConfigError for a wrong option."""
+        if not 0.0 < self.generate_minutes < math.inf:
+            raise ConfigError(
+                f"--generate-minutes: expected a finite number above 0, got {self.generate_minutes}"
+            )
+        if self.max_chats < 1:
+            raise ConfigError(f"--max-chats: expected at least 1, got {self.max_chats}")
+        self.place()
+
     def place(self) -> tuple[int, int]:
         """Return (i, n) of the shard; ConfigError for anything else."""
         mine, slash, of = self.shard.partition("/")
-        if not (slash and mine.isdigit() and of.isdigit() and int(mine) < int(of)):
+        are_numbers = all(n.isascii() and n.isdecimal() for n in (mine, of))
+        if not (slash and are_numbers and int(mine) < int(of)):
             raise ConfigError(f"--shard: expected i/n with i from 0 to n - 1, got {self.shard!r}")
         return int(mine), int(of)
 
@@ -266,6 +285,7 @@ def stage(name: str, summary: str) -> Callable[..., None]:
         evaluation: Evaluation,
     ) -> None:
         output, prompts = options.check(), evaluating.read()
+        data.check()
         if options.dry_run:
             generation, head = {**generation, **DRY_GENERATION}, {**head, **DRY_HEAD}
             training, run = {**training, **DRY_TRAINING}, {**run, **DRY_RUN}

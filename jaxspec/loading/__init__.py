@@ -15,6 +15,7 @@ gguf_tokenizer      a GGUF's metadata -> tokenizer.json
 gguf_sentencepiece  the tokenizer of a SentencePiece vocabulary
 shards              safetensors files, one or several with an index
 new_folder          a folder of new files, which appears whole or not at all
+new_file            the same of a single file
 conversion          a checkpoint of plain weights -> a quantised one
 head_conversion     a draft head of plain weights -> one in float8, and back
 checkpoint          an opened folder: config.json and lazily read tensors

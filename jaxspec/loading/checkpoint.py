@@ -16,7 +16,7 @@ import ml_dtypes
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from jaxspec.config import ConfigError, shown
+from jaxspec.config import ConfigError, is_int, shown
 from jaxspec.loading.fp8 import ScaledTensor
 from jaxspec.loading.quantized_tensors import Ones, Reshaped
 
@@ -145,6 +145,9 @@ def read_model_config(path: Path) -> dict[str, Any]:
 def read_json(path: Path) -> dict[str, Any]:
     """Return the JSON object of a file; ConfigError if it holds none."""
     try:
+        if path.exists() and not path.is_file():  # a pipe would be waited for
+            got = "a folder" if path.is_dir() else "something else"
+            raise ConfigError(f"{path}: expected a JSON file, got {got}")
         value = json.loads(path.read_text(encoding="utf-8"))
     except OSError as e:
         raise ConfigError(f"{path}: expected a JSON file, got {e.strerror or e}") from e
@@ -188,14 +191,12 @@ def _check_size(path: Path) -> None:
             )
         try:
             header = json.loads(f.read(length))
-            end = max(
-                (
-                    info["data_offsets"][1]
-                    for name, info in header.items()
-                    if name != "__metadata__"
-                ),
-                default=0,
-            )
+            ends = [
+                info["data_offsets"][1] for name, info in header.items() if name != "__metadata__"
+            ]
+            if wrong := [end for end in ends if not is_int(end)]:
+                raise TypeError(f"a data offset of {shown(wrong[0])}")
+            end = max(ends, default=0)
         except (
             ValueError,
             TypeError,

@@ -17,7 +17,7 @@ from jaxspec.config import (
     shown,
 )
 from jaxspec.config.keys import SAMPLING, checks_keywords, own_keys
-from jaxspec.config.reading import MAX_INT32, check_int32
+from jaxspec.config.reading import MAX_INT32, check_int32, check_unicode
 from jaxspec.config.settings import setting
 from jaxspec.sampling import limits
 
@@ -336,6 +336,8 @@ def _strings(name: str, value: Any) -> tuple[str, ...]:
     listed = (value,) if isinstance(value, str) else _items(name, wanted, value)
     if not all(isinstance(s, str) and s for s in listed):
         raise ConfigError(f"{name}: expected {wanted}, got {shown(value)}")
+    for text in listed:
+        check_unicode(text, name)
     return listed
 
 

@@ -7,7 +7,7 @@ import json
 import os
 import platform
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
@@ -152,10 +152,23 @@ class JsonFile:
     """A file that is checked before the run and replaced in one step after it.
 
     A failed run leaves the old file.
+
+    inputs: files that the run reads, by path; names that are no files are passed over
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = as_path(path, "--output-json", "a place to write a file").resolve()
+    def __init__(self, path: Path, inputs: Iterable[str | Path] = ()) -> None:
+        given = as_path(path, "--output-json", "a place to write a file")
+        try:
+            self.path = given.resolve()
+        except (OSError, RuntimeError) as e:  # a loop of links
+            raise ConfigError(
+                f"--output-json {path}: expected a place to write a file, got {e}"
+            ) from e
+        for name in inputs:
+            if self.path.is_file() and os.path.exists(name) and self.path.samefile(name):
+                raise ConfigError(
+                    f"--output-json {path}: expected another file than the run reads, got {name}"
+                )
         if self.path.exists() and not self.path.is_file():
             kind = "a folder" if path.is_dir() else "something else"
             raise ConfigError(f"--output-json {path}: expected a file, got {kind}")
@@ -169,11 +182,10 @@ class JsonFile:
             ) from e
 
     def write(self, value: Any) -> None:
+        text = json.dumps(value, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
         try:
-            self._temporary.write_text(
-                json.dumps(value, indent=1, ensure_ascii=False, allow_nan=False) + "\n",
-                encoding="utf-8",
-            )
+            # A lone surrogate has no UTF-8. JSON has an escape for it.
+            self._temporary.write_bytes(text.encode("utf-8", "backslashreplace"))
             self._temporary.replace(self.path)
         finally:
             self._temporary.unlink(missing_ok=True)

@@ -27,7 +27,6 @@ optimizer        AdamW or Muon, and the schedule
 loop             the compiled train step, data-parallel, and the loop around it
 run              a run: a new head, trained, saved and evaluated on the way
 run_record       what a run writes down
-files            a run's files, written whole or not at all
 resume           masters and optimiser state on disk
 checkpoint       a head on disk, in the speculators or SafeAI (EAGLE-1) format
 averaging        heads of several runs -> one with the means of their weights

@@ -12,11 +12,12 @@ from huggingface_hub import ModelCard, ModelCardData
 
 from jaxspec.config import ConfigError, read_object, shown
 from jaxspec.config.quantization import block_sizes
+from jaxspec.config.reading import check_unicode
 from jaxspec.loading.checkpoint import read_json
+from jaxspec.loading.new_file import write_text
 from jaxspec.loading.resolve import HUB_ID
 from jaxspec.tools.acceptance.rounds import join
 from jaxspec.tools.acceptance.summary import Result, by_prompt_length, measured_figures
-from jaxspec.training.files import write_text
 
 SPECULATORS = (
     "speculators' (`config.json`, `model.safetensors`, {weights}), without `embed_tokens`, which "
@@ -55,12 +56,15 @@ def write_card(
         if acceptance is not None:
             record["acceptance_by_length"] = lengths_of(acceptance, head, record)
         page = card(head.name, record, weights=weight_format(head), **about)
-    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as e:
+    except (ArithmeticError, AttributeError, IndexError, KeyError, TypeError, ValueError) as e:
         if isinstance(e, ConfigError):
             raise
         raise ConfigError(
             f"{path}: expected the record of a training run, got {type(e).__name__}: {e}"
         ) from e
+    check_unicode(page, str(head / "README.md"))
+    if (head / "README.md").is_dir():
+        raise ConfigError(f"{head / 'README.md'}: expected a place to write a file, got a folder")
     write_text(path, json.dumps(record, indent=1) + "\n")
     write_text(head / "README.md", page)
 

@@ -12,15 +12,17 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxspec.config import ConfigError
 from jaxspec.loading.checkpoint import read_json
+from jaxspec.loading.new_file import write_text
 from jaxspec.tools.prompts import read_prompts
 from jaxspec.training.chat_target import ChatTarget
 from jaxspec.training.data import Chats, OverlapFilter, merge
-from jaxspec.training.files import write_text
 from jaxspec.training.generation import GenerationConfig, GenerationReport, generate_chats
 from jaxspec.training.openings import all_openings
 
 CHATS, REPORT = "chats.npz", "generation.json"
+CUT_CHATS, CUT_REPORT = "chats.cut.npz", "generation.cut.json"  # of a run that ended early
 
 
 def write_chats(
@@ -38,7 +40,8 @@ def write_chats(
 ) -> None:
     """Write chats for some minutes, and a report beside them.
 
-    An error or Ctrl-C loses none that are finished.
+    An error or Ctrl-C loses none that are finished. Beside the chats of an earlier run they get
+    names of their own, and the earlier ones stay. ConfigError if no chat is finished in time.
 
     prompt_sets:  files or ids on the hub, whose prompts are answered
     shard (i, n): of these prompts, every n-th from the i-th on
@@ -50,12 +53,17 @@ def write_chats(
         "prompts which are kept out"
     )
 
-    def save(chats: Chats, report: GenerationReport) -> None:
+    def save(chats: Chats, report: GenerationReport, names: tuple[str, str]) -> None:
         written = full_report(cfg, chats, report, overlap)
         log(f"generate: {json.dumps(written)}")
         folder.mkdir(parents=True, exist_ok=True)
-        chats.save(folder / CHATS)
-        write_text(folder / REPORT, json.dumps(written, indent=1) + "\n")
+        chats.save(folder / names[0])
+        write_text(folder / names[1], json.dumps(written, indent=1) + "\n")
+        log(f"generate: {len(chats)} chats are in {folder / names[0]}")
+
+    def keep(chats: Chats, report: GenerationReport) -> None:
+        has_earlier = (folder / CHATS).exists()
+        save(chats, report, (CUT_CHATS, CUT_REPORT) if has_earlier else (CHATS, REPORT))
 
     chats, report = generate_chats(
         cfg,
@@ -66,9 +74,11 @@ def write_chats(
         openings=[target.words.encode(text) for text in all_openings()],
         overlap=overlap,
         log=log,
-        keep=save,
+        keep=keep,
     )
-    save(chats, report)
+    if not len(chats):
+        raise ConfigError(f"generate: expected a finished chat in {minutes:g} minutes, got none")
+    save(chats, report, (CHATS, REPORT))
     for i in range(min(show, len(chats))):
         log(f"generate: example: {target.words.decode(chats.sequence(i))!r}")
 

@@ -5,9 +5,11 @@ EAGLE-1 has SafeAI's format, the other methods have speculators'.
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import json
 import os
+import re
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -31,8 +33,8 @@ from jaxspec.layers.params import (
     separate,
     separate_table,
 )
+from jaxspec.loading.new_file import replaced
 from jaxspec.training.config import TrainableDraft
-from jaxspec.training.files import replaced
 from jaxspec.training.trained import trained_specs
 from jaxspec.training.vocabulary import vocabulary_maps
 
@@ -218,7 +220,10 @@ def save_draft(
     """Write the head in bfloat16, atomically: the folder holds the old head until the new is whole.
 
     EAGLE-1 has SafeAI's format, the other methods have speculators'. params: what trained_specs
-    names. Anything beside it (the target's embedding, maps) is not written.
+    names. Anything beside it (the target's embedding, maps) is not written. Files in the folder
+    that belong to no head stay.
+
+    Raises ConfigError for weights that are not finite; the old head stays.
     """
     tensors: dict[str, np.ndarray] = {}
     if cfg.maps_vocabulary:
@@ -231,13 +236,18 @@ def save_draft(
                 f"{', '.join(spec.tensors)}, which is not undone"
             )
         host = np.asarray(jax.device_get(array)).astype(ml_dtypes.bfloat16)
+        if wrong := int((~np.isfinite(host)).sum()):
+            raise ConfigError(
+                f"{folder}: expected a head of finite numbers, got {spec.name} with {wrong} of "
+                f"{host.size} that are not; a head that was saved before is kept"
+            )
         tensors[spec.name] = np.ascontiguousarray(host.T if spec.transpose else host)
 
     specs = trained_specs(cfg)
     own = separate(specs, {name: params[name] for name in specs})
     jax.tree.map(add, separate_table(specs), own, is_leaf=is_spec)
     folder.parent.mkdir(parents=True, exist_ok=True)
-    fresh, old = folder.with_name(folder.name + ".new"), folder.with_name(folder.name + ".old")
+    fresh, old = (folder.with_name(f".{folder.name}.{kind}") for kind in ("new", "old"))
     if old.exists() and not folder.exists():  # a process that was killed between two renames
         os.replace(old, folder)
     for leftover in (fresh, old):
@@ -255,21 +265,30 @@ def save_draft(
     if folder.exists():
         os.replace(folder, old)
     os.replace(fresh, folder)
+    if old.exists():
+        for other in old.iterdir():
+            if not _OF_A_HEAD.search(other.name):
+                os.replace(other, folder / other.name)
     shutil.rmtree(old, ignore_errors=True)
+
+
+_OF_A_HEAD = re.compile(r"^config\.json$|\.safetensors(\.index\.json)?$")
 
 
 def split_file(path: Path, folder: Path, piece_bytes: int) -> list[Path]:
     """Cut a file into pieces name.000, name.001, ... and name.sha256.
 
-    For transports with a limit on the size of a file. ConfigError, and nothing changes, if there is
-    no file.
+    For transports with a limit on the size of a file. Pieces of another file of this name go, and
+    no other files. ConfigError, and nothing changes, if there is no file, or an empty one.
     """
     try:
         content = path.read_bytes()
     except OSError as e:
         raise ConfigError(f"{path}: expected a file to cut, got {e.strerror or e}") from e
+    if not content:
+        raise ConfigError(f"{path}: expected a file to cut, got an empty one")
     folder.mkdir(parents=True, exist_ok=True)
-    for stale in folder.glob(f"{path.name}.*"):
+    for stale in _pieces(folder, path.name):
         stale.unlink()
     pieces = []
     for number, begin in enumerate(range(0, len(content), piece_bytes)):
@@ -281,12 +300,17 @@ def split_file(path: Path, folder: Path, piece_bytes: int) -> list[Path]:
     return pieces
 
 
+def _pieces(folder: Path, name: str) -> list[Path]:
+    """Return the pieces of a file in their order."""
+    return sorted(folder.glob(f"{glob.escape(name)}.[0-9][0-9][0-9]"))
+
+
 def join_file(folder: Path, path: Path) -> None:
     """Join the pieces of path.name in folder, the inverse of split_file.
 
     Raises ConfigError if a piece is missing or damaged.
     """
-    pieces = sorted(folder.glob(f"{path.name}.[0-9][0-9][0-9]"))
+    pieces = _pieces(folder, path.name)
     content = b"".join(piece.read_bytes() for piece in pieces)
     digest = folder / f"{path.name}.sha256"
     expected = digest.read_bytes().strip().decode("ascii", "replace") if digest.is_file() else None

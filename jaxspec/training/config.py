@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -13,6 +14,12 @@ from jaxspec.drafts.eagle3 import Eagle3Config
 
 # The drafts that can be trained. A DSparkConfig is a DFlashConfig.
 TrainableDraft = EagleConfig | Eagle3Config | DFlashConfig
+
+
+def check_seed(seed: int) -> None:
+    """Raise ConfigError for a seed that NumPy, or the requests of generation, would not take."""
+    if not 0 <= seed < 2**32:
+        raise ConfigError(f"seed: expected an integer from 0 to 2^32 - 1, got {seed}")
 
 
 @dataclass(frozen=True)
@@ -74,12 +81,22 @@ class TrainConfig:
             )
         if self.optimizer not in ("adamw", "muon"):
             raise ConfigError(f"optimizer: expected adamw or muon, got {self.optimizer!r}")
+        for name in ("learning_rate", "clip", "decay"):
+            if not 0.0 < getattr(self, name) < math.inf:
+                raise ConfigError(
+                    f"{name}: expected a finite number above 0, got {getattr(self, name)}"
+                )
+        for name in ("final_learning_rate", "weight_decay", "feature_weight"):
+            if not 0.0 <= getattr(self, name) < math.inf:
+                raise ConfigError(
+                    f"{name}: expected a finite number from 0, got {getattr(self, name)}"
+                )
         for name in ("argmax_weight", "overlap_weight"):
             if not 0.0 <= getattr(self, name) <= 1.0:
                 raise ConfigError(
                     f"{name}: expected a share from 0 to 1, got {getattr(self, name)}"
                 )
-        if self.tokens_per_block < 1 or self.confidence_weight < 0:
+        if self.tokens_per_block < 1 or not 0.0 <= self.confidence_weight < math.inf:
             raise ConfigError(
                 "training: expected tokens_per_block from 1 and confidence_weight from 0, "
                 f"got {self.tokens_per_block} and {self.confidence_weight}"

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import ArrayLike, DTypeLike
 
 from jaxspec.config import ConfigError
-from jaxspec.training.files import replaced
+from jaxspec.loading.new_file import replaced
 
 NGRAM = 13
 OPEN_ROWS = 16  # rows that packing still looks at: a few per cent of padding

@@ -16,6 +16,7 @@ import numpy as np
 
 from jaxspec.config import ConfigError
 from jaxspec.config.settings import setting
+from jaxspec.training.config import check_seed
 
 CODE = {".py": "Python", ".c": "C", ".h": "C", ".js": "JavaScript", ".rs": "Rust", ".sh": "shell"}
 PROSE = (".md", ".rst", ".txt")
@@ -69,6 +70,7 @@ class LongPromptConfig:
     seed: int = setting(0, "Seed of everything that is drawn.")
 
     def __post_init__(self) -> None:
+        check_seed(self.seed)
         if self.count < 1 or not self.lengths or min(self.lengths) < 100:
             raise ConfigError(
                 "long prompts: expected a count from 1 and lengths from 100 tokens, "

@@ -20,7 +20,7 @@ import orbax.checkpoint as ocp
 from jaxspec.config import ConfigError
 from jaxspec.loading.cache import hash_stream
 from jaxspec.loading.checkpoint import read_json
-from jaxspec.training.files import write_text
+from jaxspec.loading.new_file import write_text
 from jaxspec.training.loop import TrainState
 from jaxspec.training.objective import TrainingPair
 

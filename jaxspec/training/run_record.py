@@ -13,7 +13,7 @@ import jax
 
 from jaxspec.config import ConfigError
 from jaxspec.loading.checkpoint import read_json
-from jaxspec.training.files import write_text
+from jaxspec.loading.new_file import write_text
 
 
 @dataclass

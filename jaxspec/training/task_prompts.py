@@ -22,6 +22,7 @@ import numpy as np
 
 from jaxspec.config import ConfigError
 from jaxspec.config.settings import setting
+from jaxspec.training.config import check_seed
 
 BLANK = re.compile(r"\{(?:n:(\d+)-(\d+)|([a-z]+)(\d?))\}")
 MOST_IN_VAIN = 1000  # prompts drawn in a row that were there before
@@ -36,6 +37,7 @@ class TaskPromptConfig:
     seed: int = setting(0, "Seed of everything that is drawn.")
 
     def __post_init__(self) -> None:
+        check_seed(self.seed)
         if self.count < 1:
             raise ConfigError(f"task prompts: expected a count from 1, got {self.count}")
 

@@ -382,3 +382,52 @@ def test_bad_input_is_one_sentence(args, sentence, tmp_path, monkeypatch):
     run: Callable = runner(acceptance.main)
     result = run(*args)
     assert result.exit_code == 2 and result.stderr.startswith(f"error: {sentence}"), result.output
+
+
+@pytest.mark.parametrize(
+    ("args", "sentence"),
+    [
+        (["--max-tokens", 0], "--max-tokens: expected at least 1, got 0"),
+        (["--seed", -1], "--seed: expected an integer from 0 to 2^63 - 1, got -1"),
+        (["--sweep", -1], "--sweep: expected at least 0, got -1"),
+        (["--plot", "x.xyz"], "--plot x.xyz: expected a .png or .svg file in a folder"),
+        (["--plot", "nowhere/x.png"], "--plot nowhere/x.png: expected a .png or .svg file in a"),
+        (
+            ["--dataset", "p.jsonl", "--output-json", "p.jsonl"],
+            "expected another file than the run",
+        ),
+        (
+            ["--from-json", "r", "--output-json", "o"],
+            "--output-json: expected none with --from-json",
+        ),
+        (["--markdown", "latin"], "--markdown latin: expected a page in UTF-8, got"),
+    ],
+)
+def test_bad_options_are_found_before_a_model_is_opened(
+    args: list[object],
+    sentence: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("a model was opened")
+
+    monkeypatch.setattr(LLM, "from_pretrained", refuse)
+    monkeypatch.chdir(tmp_path)
+    Path("p.jsonl").write_text('{"prompt": "Hello"}\n')
+    Path("latin").write_bytes(b"\xff")
+    result = runner(acceptance.main)(*args)
+    assert result.exit_code == 2, result.output
+    assert result.stderr.startswith("error: ") and sentence in result.stderr, result.stderr
+    assert Path("p.jsonl").read_text() == '{"prompt": "Hello"}\n'
+
+
+def test_a_page_keeps_its_ends_of_lines_and_survives_an_error(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_bytes(f"a\r\n{BEGIN}\r\nold\r\n{END}\r\nz\r\n".encode())
+    before = page.read_bytes()
+    with pytest.raises(ConfigError, match="half a character"):
+        show.write_section(page, show.SCRIPT, "new \ud800")
+    assert page.read_bytes() == before
+    show.write_section(page, show.SCRIPT, "new")
+    assert page.read_bytes().startswith(b"a\r\n") and page.read_bytes().endswith(b"z\r\n")

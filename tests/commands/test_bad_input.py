@@ -112,6 +112,7 @@ def check(result, sentence: str) -> None:
             "--output-json /nowhere/run.json: expected a place to write a file, got No such file",
         ),
         (["--output-json", "/"], "--output-json /: expected a file, got a folder"),
+        (["--stop", "\udcff"], "stop: expected Unicode, got half a character"),
         (
             ["--output-json", "/dev/null"],
             "--output-json /dev/null: expected a file, got something else",
@@ -120,6 +121,27 @@ def check(result, sentence: str) -> None:
 )
 def test_a_wrong_value_is_refused_before_a_model_is_opened(run_tiny, args, sentence):
     check(run_tiny(*args), sentence)
+
+
+@pytest.mark.usefixtures("not_loaded")
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        ("loop", "--output-json loop: expected a place to write a file, got"),
+        ("mine.jsonl", "expected another file than the run reads, got mine.jsonl"),
+        ("link", "expected another file than the run reads, got mine.jsonl"),
+    ],
+)
+def test_a_record_takes_no_file_that_the_run_reads(
+    run_generate, target, tmp_path, monkeypatch, name, sentence
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "loop").symlink_to("loop")
+    (tmp_path / "link").symlink_to("mine.jsonl")
+    (tmp_path / "mine.jsonl").write_text('{"prompt": "Hello"}\n')
+    args = ["--target", target, "--no-speculation", "--dataset", "mine.jsonl"]
+    check(run_generate(*args, "--output-json", name), sentence)
+    assert (tmp_path / "mine.jsonl").read_text() == '{"prompt": "Hello"}\n'
 
 
 @pytest.mark.usefixtures("not_loaded")
@@ -350,5 +372,7 @@ def test_a_flag_of_the_wrong_kind_is_one_sentence(run_generate):
 
 def test_help_shows_the_defaults_that_its_text_names(run_generate):
     text = " ".join(run_generate("--help").output.split())
-    default = "[default: 4 for a small target on a GPU, 2 for one that GPUs share, else 1]"
+    default = (
+        "[default: on a GPU 4 for a target below 1 GiB, 2 below 6 GiB or shared by GPUs, else 1]"
+    )
     assert f"Rounds that one program runs. {default}" in text

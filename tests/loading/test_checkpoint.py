@@ -127,6 +127,30 @@ def test_a_file_that_is_not_safetensors_is_refused_by_name(tmp_path, content):
         open_checkpoint(tmp_path)
 
 
+@pytest.mark.parametrize("ends", [["0", "5"], [[0], [0]], [float("nan")], [3.5], [True]])
+def test_offsets_that_are_no_integers_are_one_sentence(tmp_path, ends):
+    header = {
+        f"w{i}": {"dtype": "F32", "shape": [1], "data_offsets": [0, end]}
+        for i, end in enumerate(ends)
+    }
+    text = json.dumps(header).encode()
+    (folder_with(tmp_path) / "model.safetensors").write_bytes(
+        len(text).to_bytes(8, "little") + text + bytes(8)
+    )
+    with pytest.raises(ConfigError, match=r"model\.safetensors: expected a safetensors"):
+        open_checkpoint(tmp_path)
+
+
+def test_a_config_that_is_a_pipe_is_not_waited_for(tmp_path):
+    folder_with(tmp_path, TENSORS)
+    (tmp_path / "config.json").unlink()
+    os.mkfifo(tmp_path / "config.json")
+    with pytest.raises(
+        ConfigError, match=r"config\.json: expected a JSON file, got something else"
+    ):
+        open_checkpoint(tmp_path)
+
+
 def test_a_tensor_dtype_that_is_not_supported_is_named(tmp_path):
     folder_with(tmp_path, {"w": np.zeros(2, np.uint16)})
     with pytest.raises(

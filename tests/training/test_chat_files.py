@@ -4,6 +4,7 @@ read with them."""
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,11 @@ import numpy as np
 import pytest
 
 from jaxspec import models
+from jaxspec.config import ConfigError
 from jaxspec.training import chat_files
 from jaxspec.training.chat_files import CHATS, REPORT, file_prompts, read_chats
 from jaxspec.training.chat_target import ChatTarget
-from jaxspec.training.data import OverlapFilter, pack
+from jaxspec.training.data import Chats, OverlapFilter, pack
 from jaxspec.training.dry_run import CHAT, HashedWords
 from jaxspec.training.generation import GenerationConfig, GenerationReport
 from tests.training.conftest import TARGET_ATTENTION, VOCAB
@@ -69,22 +71,54 @@ def test_chats_that_were_finished_before_an_error_are_on_disk(
         raise KeyboardInterrupt
 
     monkeypatch.setattr(chat_files, "generate_chats", failing)
-    cfg: Any = None
-    target = ChatTarget("tiny", cfg, {}, CHAT, HashedWords(VOCAB), ())
     with pytest.raises(KeyboardInterrupt):
-        chat_files.write_chats(
-            GenerationConfig(),
-            target,
-            tmp_path / "out",
-            prompt_sets=[],
-            shard=(0, 1),
-            overlap=OverlapFilter([], sources=["a.jsonl"]),
-            minutes=1.0,
-            max_chats=9,
-            show=0,
-            log=lambda line: None,
-        )
+        write(tmp_path / "out")
     found, about = read_chats([tmp_path / "out" / CHATS], VOCAB)
     assert sorted(found.lengths.tolist()) == [4, 9]
     assert about["generation"][0]["num_chats"] == 2
     assert about["generation"][0]["kept_out"] == ["a.jsonl"]
+
+
+@pytest.mark.parametrize("num", [0, 1])
+def test_a_run_that_ends_early_keeps_the_chats_of_an_earlier_one(
+    num: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Cut short it writes beside them; without a finished chat it writes nothing."""
+    whole = pack([np.arange(4), np.arange(9)], [2, 3], [0.0, 0.7], np.uint16)
+    part = pack([np.arange(5)][:num], [2][:num], [0.0][:num], np.uint16)
+
+    def ending(chats: Chats, error: type[BaseException] | None) -> Callable[..., Any]:
+        def generate(*_: Any, keep: Any, **__: Any) -> tuple[Chats, GenerationReport]:
+            report = GenerationReport(num_chats=len(chats))
+            if error is not None:
+                keep(chats, report)
+                raise error
+            return chats, report
+
+        return generate
+
+    monkeypatch.setattr(chat_files, "generate_chats", ending(whole, None))
+    write(tmp_path)
+    first = (tmp_path / CHATS).read_bytes()
+    error = KeyboardInterrupt if num else None
+    monkeypatch.setattr(chat_files, "generate_chats", ending(part, error))
+    with pytest.raises(error or ConfigError, match=None if num else "^generate: expected a fin"):
+        write(tmp_path)
+    assert (tmp_path / CHATS).read_bytes() == first
+    assert (tmp_path / chat_files.CUT_CHATS).exists() == bool(num)
+
+
+def write(folder: Path) -> None:
+    cfg: Any = None
+    chat_files.write_chats(
+        GenerationConfig(),
+        ChatTarget("tiny", cfg, {}, CHAT, HashedWords(VOCAB), ()),
+        folder,
+        prompt_sets=[],
+        shard=(0, 1),
+        overlap=OverlapFilter([], sources=["a.jsonl"]),
+        minutes=1.0,
+        max_chats=9,
+        show=0,
+        log=lambda line: None,
+    )

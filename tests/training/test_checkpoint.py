@@ -474,6 +474,53 @@ def test_a_file_to_cut_that_is_absent_leaves_the_pieces_of_an_earlier_one(tmp_pa
     assert all(piece.is_file() for piece in pieces) and not (tmp_path / "others").exists()
 
 
+def test_cutting_removes_no_other_files(tmp_path: Path) -> None:
+    """Not an index, a backup or a folder beside the pieces, whatever the name's characters."""
+    name = "a[1].bin"
+    (tmp_path / name).write_bytes(b"abcdef")
+    others = [tmp_path / f"{name}{end}" for end in (".index.json", ".bak", ".0000")]
+    for other in others:
+        other.write_text("mine")
+    (tmp_path / f"{name}.d").mkdir()
+    assert len(split_file(tmp_path / name, tmp_path, 2)) == 3
+    assert len(split_file(tmp_path / name, tmp_path, 4)) == 2
+    assert not (tmp_path / f"{name}.002").exists()
+    assert all(other.read_text() == "mine" for other in others)
+    join_file(tmp_path, tmp_path / "out" / name)
+    assert (tmp_path / "out" / name).read_bytes() == b"abcdef"
+    (tmp_path / "empty").touch()
+    with pytest.raises(ConfigError, match="empty: expected a file to cut, got an empty one"):
+        split_file(tmp_path / "empty", tmp_path, 4)
+
+
+def test_a_head_that_is_not_finite_replaces_none(tmp_path: Path) -> None:
+    pair = make_pair(3)
+    save(pair, tmp_path / "head")
+    first = (tmp_path / "head" / "model.safetensors").read_bytes()
+    pair.draft["norm"] = pair.draft["norm"].at[0].set(jnp.nan)
+    with pytest.raises(ConfigError, match=r"head: expected a head of finite numbers, got norm"):
+        save(pair, tmp_path / "head")
+    assert (tmp_path / "head" / "model.safetensors").read_bytes() == first
+    assert [p.name for p in tmp_path.iterdir()] == ["head"]
+
+
+def test_saving_a_head_removes_no_other_files(tmp_path: Path) -> None:
+    for name in ("head", "head.old", "head.new"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "mine.txt").write_text("mine")
+    (tmp_path / "head" / "model.safetensors.index.json").write_text("of an earlier head")
+    for seed in (3, 4):
+        save(make_pair(seed), tmp_path / "head")
+    for name in ("head", "head.old", "head.new"):
+        assert (tmp_path / name / "mine.txt").read_text() == "mine"
+    assert sorted(p.name for p in (tmp_path / "head").iterdir()) == [
+        "config.json",
+        "mine.txt",
+        "model.safetensors",
+    ]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["head", "head.new", "head.old"]
+
+
 def test_pieces_without_their_checksum_are_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "x.bin").write_bytes(b"abc")
     split_file(tmp_path / "x.bin", tmp_path / "pieces", 2)
@@ -492,7 +539,7 @@ def test_a_save_after_one_that_died_between_two_renames_keeps_the_old_head_till_
 ) -> None:
     save(make_pair(3), tmp_path / "head")
     first = (tmp_path / "head" / "model.safetensors").read_bytes()
-    (tmp_path / "head").rename(tmp_path / "head.old")
+    (tmp_path / "head").rename(tmp_path / ".head.old")
 
     def die(*args: object, **kwargs: object) -> None:
         raise KeyboardInterrupt

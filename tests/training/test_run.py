@@ -7,6 +7,7 @@ import importlib.util
 import json
 import time
 from pathlib import Path
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -186,3 +187,44 @@ def test_a_head_that_the_command_trained_drafts(
     [output] = llm.generate([texts[0][:2].tolist()], SamplingParams(temperature=0, max_tokens=38))
     assert output.token_ids == texts[0][2:].tolist()  # what the target writes by itself
     assert llm.metrics.mean_acceptance_length > 2, llm.metrics
+
+
+@pytest.mark.parametrize(
+    ("values", "sentence"),
+    [
+        ({"learning_rate": float("nan")}, "learning_rate: expected a finite number above 0, got"),
+        ({"learning_rate": -1.0}, "learning_rate: expected a finite number above 0, got -1.0"),
+        ({"clip": 0.0}, "clip: expected a finite number above 0, got 0.0"),
+        ({"decay": float("inf")}, "decay: expected a finite number above 0, got inf"),
+        ({"weight_decay": -1.0}, "weight_decay: expected a finite number from 0, got -1.0"),
+        ({"confidence_weight": float("nan")}, "confidence_weight from 0, got 16 and nan"),
+    ],
+)
+def test_settings_with_which_a_run_diverges_are_refused(
+    values: dict[str, Any], sentence: str
+) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        TrainConfig(**values)
+
+
+@pytest.mark.parametrize(
+    ("args", "sentence"),
+    [
+        (["--seed", "-1"], "seed: expected an integer from 0 to 2^32 - 1, got -1"),
+        (["--seed", str(2**70)], f"seed: expected an integer from 0 to 2^32 - 1, got {2**70}"),
+        (["--generate-minutes", "nan"], "--generate-minutes: expected a finite number above 0"),
+        (["--generate-minutes", "0"], "--generate-minutes: expected a finite number above 0"),
+        (["--max-minutes", "inf"], "--max-minutes: expected a finite number from 0, got inf"),
+        (["--max-chats", "0"], "--max-chats: expected at least 1, got 0"),
+        (["--shard", "\u00b2/5"], "--shard: expected i/n with i from 0 to n - 1, got"),
+        (["--shard", "\u0663/\u0664"], "--shard: expected i/n with i from 0 to n - 1, got"),
+    ],
+)
+def test_options_that_cannot_be_are_refused_before_any_work(
+    args: list[str], sentence: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        app(["generate", "--dry-run", "--output", str(tmp_path / "out"), *args])
+    assert stopped.value.code == 2
+    assert capsys.readouterr().err.startswith(f"error: {sentence}")
+    assert not (tmp_path / "out").exists()

@@ -11,6 +11,7 @@ import numpy as np
 from rich.table import Table
 
 from jaxspec.config import ConfigError
+from jaxspec.loading.new_file import write_text
 from jaxspec.tools.acceptance.summary import (
     Result,
     estimate,
@@ -319,7 +320,10 @@ def markers(script: str) -> tuple[str, str]:
 
 def check_markers(path: Path, script: str) -> None:
     begin, end = markers(script)
-    text = path.read_text(encoding="utf-8") if path.is_file() else ""
+    try:
+        text = path.read_text(encoding="utf-8") if path.is_file() else ""
+    except (OSError, UnicodeDecodeError) as e:
+        raise ConfigError(f"--markdown {path}: expected a page in UTF-8, got {e}") from e
     if text.count(begin) != 1 or text.count(end) != 1 or text.index(begin) > text.index(end):
         raise ConfigError(
             f"--markdown {path}: expected a file with the lines {begin} and {end}, got none or not "
@@ -330,9 +334,17 @@ def check_markers(path: Path, script: str) -> None:
 def write_section(path: Path, script: str, section: str) -> None:
     """Replace what stands between the markers."""
     begin, end = markers(script)
-    text = path.read_text(encoding="utf-8")
+    text = path.read_bytes().decode("utf-8")  # with the page's own ends of lines
     before, after = text[: text.index(begin) + len(begin)], text[text.index(end) :]
-    path.write_text(f"{before}\n\n{section}\n\n{after}", encoding="utf-8")
+    write_text(path, f"{before}\n\n{section}\n\n{after}")
+
+
+def check_plot(path: Path) -> None:
+    """Raise ConfigError for a picture that cannot be written there."""
+    if path.suffix not in (".png", ".svg") or path.is_dir() or not path.parent.is_dir():
+        raise ConfigError(
+            f"--plot {path}: expected a .png or .svg file in a folder that exists, got another path"
+        )
 
 
 def ran_on(record: Record) -> str:
