@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import struct
 import zipfile
@@ -110,6 +111,11 @@ def open_checkpoint(folder: str | Path) -> Checkpoint:
         got = "a file" if folder.exists() else "nothing there"
         raise ConfigError(f"{folder}: expected a checkpoint folder, got {got}")
     config = read_model_config(folder)
+    for name in (SINGLE, INDEX, PICKLE):
+        if os.path.lexists(folder / name) and not (folder / name).is_file():
+            exists = (folder / name).exists()
+            got = "something else" if exists else "a link that leads nowhere"
+            raise ConfigError(f"{folder / name}: expected a file, got {got}")
     if (folder / SINGLE).is_file():
         tensors: Mapping[str, LazyTensor] = _open_safetensors(folder / SINGLE)
     elif (folder / INDEX).is_file():

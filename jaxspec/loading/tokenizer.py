@@ -87,9 +87,13 @@ class Tokenizer:
 
 
 def has_tokenizer(folder: Path) -> bool:
-    """Whether a checkpoint folder has a tokenizer."""
+    """Whether a checkpoint folder has a tokenizer.
+
+    A link that leads nowhere, or a folder of that name, counts: loading then says what is wrong.
+    """
     return any(
-        (folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")
+        os.path.lexists(folder / name)
+        for name in ("tokenizer.json", "tokenizer.model", "vocab.json")
     )
 
 

@@ -151,6 +151,18 @@ def test_a_config_that_is_a_pipe_is_not_waited_for(tmp_path):
         open_checkpoint(tmp_path)
 
 
+@pytest.mark.parametrize("name", ["model.safetensors", "model.safetensors.index.json"])
+def test_weights_that_are_a_broken_link_or_a_folder_are_named(tmp_path, name):
+    folder_with(tmp_path)
+    (tmp_path / name).symlink_to("nowhere")
+    with pytest.raises(ConfigError, match=f"{name}: expected a file, got a link that leads"):
+        open_checkpoint(tmp_path)
+    (tmp_path / name).unlink()
+    (tmp_path / name).mkdir()
+    with pytest.raises(ConfigError, match=f"{name}: expected a file, got something else"):
+        open_checkpoint(tmp_path)
+
+
 def test_a_tensor_dtype_that_is_not_supported_is_named(tmp_path):
     folder_with(tmp_path, {"w": np.zeros(2, np.uint16)})
     with pytest.raises(
