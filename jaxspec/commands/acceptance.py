@@ -41,6 +41,16 @@ from jaxspec.tools.cli import (
 )
 from jaxspec.tools.flags import Flag, Given, flag, flags_of, given_of
 
+# What reading a file of another kind, or a damaged one, may raise.
+WRONG_RECORD = (
+    OSError,
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    RecursionError,
+    TypeError,
+    ValueError,
+)
 RULES, DRAFTS = ("strict", "probabilistic", "block"), ("probabilistic", "greedy")
 
 
@@ -223,9 +233,11 @@ def read_record(path: Path) -> dict[str, Any]:
     """Return what a run wrote, this version's or 0.1.0's; ConfigError for anything else."""
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
-        show.results(record)
-        show.ran_on(record)
-    except (OSError, ValueError, KeyError, TypeError) as e:
+        if not show.results(record):
+            raise ValueError("no results")
+        show.tables(record)
+        show.markdown(record)
+    except WRONG_RECORD as e:
         got = e.strerror if isinstance(e, OSError) and e.strerror else "another"
         if isinstance(e, KeyError):
             got = f"another, without the key {e}"

@@ -171,6 +171,8 @@ def main(
     chosen, effort = implementations(timing.implementation), timing.effort()
     weights = Weights(dtype_of(dtype))
     json_file = report.JsonFile(output_json) if output_json else None
+    if profile is not None and profile.exists() and not profile.is_dir():
+        raise ConfigError(f"--profile {profile}: expected a folder, got something else")
     keep_compiled_programs()
     record: dict[str, Any] = environment() | measure_rates()
     print(describe(record), flush=True)

@@ -41,4 +41,6 @@ def write_shards(folder: Path, tensors: Iterator[tuple[str, np.ndarray]]) -> Non
 
 def write_json(path: Path, value: dict[str, Any]) -> None:
     """Write an object as a checkpoint's JSON files have it."""
-    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    text = json.dumps(value, indent=2, ensure_ascii=False) + "\n"
+    # Half a character, which a source's JSON may escape, has no UTF-8: it stays escaped.
+    path.write_bytes(text.encode("utf-8", "backslashreplace"))

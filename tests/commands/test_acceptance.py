@@ -346,6 +346,32 @@ def test_a_record_that_lacks_a_key_is_one_sentence_that_names_it(files, tmp_path
 
 
 @pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("results", []),
+        ("results", {}),
+        ("check", "x"),
+        ("check", 5),
+        ("counts_per_prompt", "x"),
+        ("counts_per_prompt", [1]),
+        ("counts_per_prompt", None),
+    ],
+)
+def test_a_damaged_record_is_one_sentence(
+    files: Path, tmp_path: Path, key: str, value: object
+) -> None:
+    record = json.loads((files / "run.json").read_text())
+    owner = record if key in record else record["results"][0]
+    assert key in owner
+    owner[key] = value
+    (tmp_path / "run.json").write_text(json.dumps(record))
+    result = runner(acceptance.main)("--from-json", tmp_path / "run.json")
+    assert result.exit_code == 2, result.output
+    assert "expected a file that --output-json wrote, got another" in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
     ("args", "sentence"),
     [
         ([], "--dataset: expected at least one"),
