@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import jax
@@ -116,7 +115,9 @@ def choose(
         chosen[op] = "mosaic_gpu" if reason is None and wanted[op] != "reference" else "reference"
     if missed:
         _warn_on_a_gpu(missed, *dtypes)
-    return plain if set(chosen.values()) == {"reference"} else replace(plain, **chosen)
+    if set(chosen.values()) == {"reference"}:
+        return plain
+    return Ops(full_float32=plain.full_float32, **chosen)
 
 
 def for_whole_sequences(target: TargetConfig, rows: int, dtype: DTypeLike) -> Ops:
