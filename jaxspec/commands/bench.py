@@ -40,7 +40,7 @@ from jaxspec.tools.benchmark.workload import (
     implementations,
     parts_of,
 )
-from jaxspec.tools.cli import Dtype, command, dtype_of, option
+from jaxspec.tools.cli import Dtype, command, dtype_of, exact_float32, option
 from jaxspec.tools.flags import flag
 
 
@@ -170,6 +170,8 @@ def main(
     cases = options.cases(preset)
     chosen, effort = implementations(timing.implementation), timing.effort()
     weights = Weights(dtype_of(dtype))
+    if weights.dtype.name == "float32":
+        exact_float32()
     json_file = report.JsonFile(output_json) if output_json else None
     if profile is not None and profile.exists() and not profile.is_dir():
         raise ConfigError(f"--profile {profile}: expected a folder, got something else")

@@ -104,12 +104,12 @@ class StageOptions:
         one_of("--method", self.method, sorted(METHODS))
         one_of("--dtype", self.dtype, DTYPES)
         check_seed(self.seed)
-        for name, minutes in (
-            ("--max-minutes", self.max_minutes),
-            ("--evaluate-minutes", self.evaluate_minutes),
-        ):
-            if not 0.0 <= minutes < math.inf:
-                raise ConfigError(f"{name}: expected a finite number from 0, got {minutes}")
+        if not self.max_minutes >= 0.0:
+            raise ConfigError(f"--max-minutes: expected a number from 0, got {self.max_minutes}")
+        if not 0.0 <= self.evaluate_minutes < math.inf:
+            raise ConfigError(
+                f"--evaluate-minutes: expected a finite number from 0, got {self.evaluate_minutes}"
+            )
         return self.output
 
     def load(self) -> ChatTarget:
@@ -285,7 +285,8 @@ def stage(name: str, summary: str) -> Callable[..., None]:
         evaluation: Evaluation,
     ) -> None:
         output, prompts = options.check(), evaluating.read()
-        data.check()
+        if name in ("all", "generate"):
+            data.check()
         if options.dry_run:
             generation, head = {**generation, **DRY_GENERATION}, {**head, **DRY_HEAD}
             training, run = {**training, **DRY_TRAINING}, {**run, **DRY_RUN}

@@ -111,8 +111,10 @@ def open_checkpoint(folder: str | Path) -> Checkpoint:
         got = "a file" if folder.exists() else "nothing there"
         raise ConfigError(f"{folder}: expected a checkpoint folder, got {got}")
     config = read_model_config(folder)
-    for name in (SINGLE, INDEX, PICKLE):
-        if os.path.lexists(folder / name) and not (folder / name).is_file():
+    for name in (SINGLE, INDEX, PICKLE):  # the first one is read
+        if (folder / name).is_file():
+            break
+        if os.path.lexists(folder / name):
             exists = (folder / name).exists()
             got = "something else" if exists else "a link that leads nowhere"
             raise ConfigError(f"{folder / name}: expected a file, got {got}")

@@ -20,15 +20,14 @@ def replaced(path: Path) -> Iterator[BinaryIO]:
     """
     if not path.name or path.is_dir():
         raise ConfigError(f"{path}: expected a place to write a file, got a folder")
-    path = path.resolve()  # a link stays one
-    fresh = path.with_name(f".{path.name}.new")
     try:
-        try:
-            opened = fresh.open("wb")
-        except OSError as e:
-            raise ConfigError(
-                f"{path}: expected a place to write a file, got {e.strerror or e}"
-            ) from e
+        path = path.resolve()  # a link stays one
+        fresh = path.with_name(f".{path.name}.new")
+        opened = fresh.open("wb")
+    except (OSError, RuntimeError) as e:  # a loop of links among them
+        reason = (e.strerror if isinstance(e, OSError) else None) or e
+        raise ConfigError(f"{path}: expected a place to write a file, got {reason}") from e
+    try:
         with opened as f:
             yield f
             f.flush()

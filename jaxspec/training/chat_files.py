@@ -22,7 +22,6 @@ from jaxspec.training.generation import GenerationConfig, GenerationReport, gene
 from jaxspec.training.openings import all_openings
 
 CHATS, REPORT = "chats.npz", "generation.json"
-CUT_CHATS, CUT_REPORT = "chats.cut.npz", "generation.cut.json"  # of a run that ended early
 
 
 def write_chats(
@@ -40,8 +39,8 @@ def write_chats(
 ) -> None:
     """Write chats for some minutes, and a report beside them.
 
-    An error or Ctrl-C loses none that are finished. Beside the chats of an earlier run they get
-    names of their own, and the earlier ones stay. ConfigError if no chat is finished in time.
+    An error or Ctrl-C loses none that are finished. Beside the chats of an earlier run they are
+    chats.cut1.npz, or the next number that is free. ConfigError if no chat is finished in time.
 
     prompt_sets:  files or ids on the hub, whose prompts are answered
     shard (i, n): of these prompts, every n-th from the i-th on
@@ -62,8 +61,10 @@ def write_chats(
         log(f"generate: {len(chats)} chats are in {folder / names[0]}")
 
     def keep(chats: Chats, report: GenerationReport) -> None:
-        has_earlier = (folder / CHATS).exists()
-        save(chats, report, (CUT_CHATS, CUT_REPORT) if has_earlier else (CHATS, REPORT))
+        names = [(CHATS, REPORT)]
+        while (folder / names[-1][0]).exists():
+            names.append((f"chats.cut{len(names)}.npz", f"generation.cut{len(names)}.json"))
+        save(chats, report, names[-1])
 
     chats, report = generate_chats(
         cfg,

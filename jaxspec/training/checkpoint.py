@@ -220,8 +220,8 @@ def save_draft(
     """Write the head in bfloat16, atomically: the folder holds the old head until the new is whole.
 
     EAGLE-1 has SafeAI's format, the other methods have speculators'. params: what trained_specs
-    names. Anything beside it (the target's embedding, maps) is not written. Files in the folder
-    that belong to no head stay.
+    names. Anything beside it (the target's embedding, maps) is not written. The old head's card and
+    record go with it; other files in the folder stay.
 
     Raises ConfigError for weights that are not finite; the old head stays.
     """
@@ -246,10 +246,14 @@ def save_draft(
     specs = trained_specs(cfg)
     own = separate(specs, {name: params[name] for name in specs})
     jax.tree.map(add, separate_table(specs), own, is_leaf=is_spec)
+    folder = folder.resolve()  # a link stays one
     folder.parent.mkdir(parents=True, exist_ok=True)
     fresh, old = (folder.with_name(f".{folder.name}.{kind}") for kind in ("new", "old"))
-    if old.exists() and not folder.exists():  # a process that was killed between two renames
-        os.replace(old, folder)
+    if old.exists():  # of a process that was killed between two renames, or after them
+        if folder.exists():
+            _move_others(old, folder)
+        else:
+            os.replace(old, folder)
     for leftover in (fresh, old):
         shutil.rmtree(leftover, ignore_errors=True)
     fresh.mkdir()
@@ -266,13 +270,21 @@ def save_draft(
         os.replace(folder, old)
     os.replace(fresh, folder)
     if old.exists():
-        for other in old.iterdir():
-            if not _OF_A_HEAD.search(other.name):
-                os.replace(other, folder / other.name)
+        _move_others(old, folder)
     shutil.rmtree(old, ignore_errors=True)
 
 
-_OF_A_HEAD = re.compile(r"^config\.json$|\.safetensors(\.index\.json)?$")
+_OF_A_HEAD = re.compile(
+    r"(config\.json|README\.md|training\.json|loss\.png|pytorch_model\.bin|"
+    r".*\.safetensors(\.index\.json)?)"
+)
+
+
+def _move_others(old: Path, folder: Path) -> None:
+    """Move the files that belong to no head out of the old head's folder into the new one's."""
+    for other in old.iterdir():
+        if not _OF_A_HEAD.fullmatch(other.name) and not os.path.lexists(folder / other.name):
+            os.replace(other, folder / other.name)
 
 
 def split_file(path: Path, folder: Path, piece_bytes: int) -> list[Path]:

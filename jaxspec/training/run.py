@@ -57,10 +57,16 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         for name in ("keep_state", "resume"):
-            if getattr(self, name) and importlib.util.find_spec("orbax") is None:
+            if getattr(self, name) and not _has_orbax():
                 raise ConfigError(
                     f"{name}: expected orbax-checkpoint (pip install '.[train]'), got none"
                 )
+
+
+def _has_orbax() -> bool:
+    """Return whether orbax.checkpoint is installed, which the package orbax alone does not say."""
+    find = importlib.util.find_spec
+    return find("orbax") is not None and find("orbax.checkpoint") is not None
 
 
 def train_head(
@@ -126,8 +132,8 @@ def train_head(
         log(f"train: goes on from step {int(state.step)}")
 
     def save(state: TrainState, step: int) -> dict[str, Any]:
+        record.write()  # also of a run that diverged, whose head is not saved
         save_head(folder, draft, unscaled_params(pair, state.params), ids, target)
-        record.write()
         log(f"train: saved step {step} to {folder / 'head'}")
         if cfg.keep_state:
             from jaxspec.training.resume import save_state  # the extra "train"

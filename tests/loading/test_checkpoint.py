@@ -151,6 +151,13 @@ def test_a_config_that_is_a_pipe_is_not_waited_for(tmp_path):
         open_checkpoint(tmp_path)
 
 
+@pytest.mark.parametrize("other", ["model.safetensors.index.json", "pytorch_model.bin"])
+def test_a_broken_link_beside_the_weights_that_are_read_is_passed_over(tmp_path, other):
+    folder_with(tmp_path, TENSORS)
+    (tmp_path / other).symlink_to("nowhere")
+    assert set(open_checkpoint(tmp_path).tensors) == set(TENSORS)
+
+
 @pytest.mark.parametrize("name", ["model.safetensors", "model.safetensors.index.json"])
 def test_weights_that_are_a_broken_link_or_a_folder_are_named(tmp_path, name):
     folder_with(tmp_path)

@@ -31,9 +31,10 @@ def test_a_link_stays_a_link(tmp_path: Path) -> None:
     assert (tmp_path / "page.md").read_text() == "new"
 
 
-@pytest.mark.parametrize("name", ["", "folder", "missing/page.md"])
+@pytest.mark.parametrize("name", ["", "folder", "missing/page.md", "loop"])
 def test_no_place_for_a_file_is_one_sentence(tmp_path: Path, name: str) -> None:
     (tmp_path / "folder").mkdir()
+    (tmp_path / "loop").symlink_to("loop")
     path = tmp_path / name if name else Path()
     with pytest.raises(ConfigError, match=r"^.*: expected a place to write a file, got .*$") as e:
         write_text(path, "new")

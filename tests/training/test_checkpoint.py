@@ -508,7 +508,8 @@ def test_saving_a_head_removes_no_other_files(tmp_path: Path) -> None:
     for name in ("head", "head.old", "head.new"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "mine.txt").write_text("mine")
-    (tmp_path / "head" / "model.safetensors.index.json").write_text("of an earlier head")
+    for name in ("model.safetensors.index.json", "README.md", "training.json"):
+        (tmp_path / "head" / name).write_text("of an earlier head")
     for seed in (3, 4):
         save(make_pair(seed), tmp_path / "head")
     for name in ("head", "head.old", "head.new"):
@@ -519,6 +520,29 @@ def test_saving_a_head_removes_no_other_files(tmp_path: Path) -> None:
         "model.safetensors",
     ]
     assert sorted(p.name for p in tmp_path.iterdir()) == ["head", "head.new", "head.old"]
+
+
+def test_a_save_that_died_while_it_moved_other_files_loses_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(make_pair(3), tmp_path / "real")
+    (tmp_path / "real" / "mine.txt").write_text("mine")
+    (tmp_path / "head").symlink_to("real")
+    replace = os.replace
+
+    def die(source: Any, target: Any) -> None:
+        if Path(source).name == "mine.txt":
+            raise KeyboardInterrupt
+        replace(source, target)
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(os, "replace", die)
+        save(make_pair(4), tmp_path / "head")
+    for seed in (5, 6):
+        save(make_pair(seed), tmp_path / "head")
+        assert (tmp_path / "head" / "mine.txt").read_text() == "mine"
+    assert (tmp_path / "head").is_symlink()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["head", "real"]
 
 
 def test_pieces_without_their_checksum_are_one_sentence(tmp_path: Path) -> None:

@@ -341,7 +341,7 @@ def write_section(path: Path, script: str, section: str) -> None:
 
 def check_plot(path: Path) -> None:
     """Raise ConfigError for a picture that cannot be written there."""
-    if path.suffix not in (".png", ".svg") or path.is_dir() or not path.parent.is_dir():
+    if path.suffix.lower() not in (".png", ".svg") or path.is_dir() or not path.parent.is_dir():
         raise ConfigError(
             f"--plot {path}: expected a .png or .svg file in a folder that exists, got another path"
         )
