@@ -12,7 +12,6 @@ from huggingface_hub import ModelCard, ModelCardData
 
 from jaxspec.config import ConfigError, read_object, shown
 from jaxspec.config.quantization import block_sizes
-from jaxspec.config.reading import check_unicode
 from jaxspec.loading.checkpoint import read_json
 from jaxspec.loading.new_file import write_text
 from jaxspec.loading.resolve import HUB_ID
@@ -62,11 +61,8 @@ def write_card(
         raise ConfigError(
             f"{path}: expected the record of a training run, got {type(e).__name__}: {e}"
         ) from e
-    check_unicode(page, str(head / "README.md"))
-    if (head / "README.md").is_dir():
-        raise ConfigError(f"{head / 'README.md'}: expected a place to write a file, got a folder")
+    write_text(head / "README.md", page)  # first: after an error the record is as it was
     write_text(path, json.dumps(record, indent=1) + "\n")
-    write_text(head / "README.md", page)
 
 
 def card(
