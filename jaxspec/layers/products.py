@@ -30,12 +30,18 @@ FEW_ROWS, SWIGLU_ROWS = 64, (128, 256)  # at most; rows that the kernel of gate 
 class DeferredNorm:
     """A norm that the next product completes, in the form that the matmul op takes.
 
+    form:    type of the weights that the product before multiplied by, static; those of the next
+             have the same
     scaled:  [batch * rows, D], the rows times the norm's gain
     squares: float32 [pieces, batch * rows or more], partial sums of the rows' squares
+    largest: float32 [pieces, batch * rows or more], the largest magnitudes of scaled, if the
+             next product quantises it
     """
 
+    form: type[AnyWeight] = struct.field(pytree_node=False)
     scaled: jax.Array
     squares: jax.Array
+    largest: jax.Array | None = None
 
 
 @struct.dataclass
@@ -45,7 +51,7 @@ class ResidualStream:
     x:             [batch, rows, D]
     deferred_norm: the next norm, if the product that made x prepared it
     normed:        [batch, rows, D], x under the next norm, if it is made together with x
-    largest:       float32 [tiles of D, batch * rows or more], the largest magnitudes of x, if the
+    largest:       float32 [pieces, batch * rows or more], the largest magnitudes of x, if the
                    product that made x found them for the next product
     """
 
@@ -80,10 +86,21 @@ class _Operands:
             return cls(Weight, values, first.transposed)
         return cls(type(first), weights)
 
-    @property
-    def takes_norms(self) -> bool:
-        """Whether the op shares norms with the products around it."""
-        return self.kind is Weight
+    def shares_norm(self, rows: int, width: int, weights: tuple[AnyWeight, ...]) -> bool:
+        """Return whether the op shares the norm of its result with the product after it.
+
+        weights: of the latter, () if they are not known
+        """
+        if any(type(weight) is not self.kind for weight in weights):
+            return False
+        if self.kind is Weight:
+            return matmul_op.shares_norm(rows, width)
+        if not weights:
+            return False
+        if self.kind is Int4Weight:
+            return int4_op.shares_norm(rows, width)
+        both = [weight for weight in (*self.matrices, *weights) if isinstance(weight, Fp8Weight)]
+        return fp8_op.shares_norm(rows, width, both)
 
     def unsupported(self, product: matmul_op.Product) -> str | None:
         """Return why the op's kernel cannot make this product, None if it can."""
@@ -113,10 +130,14 @@ class _Operands:
         norm: RowNorm | None,
         largest: jax.Array | None,
         implementation: str,
-    ) -> matmul_op.Result:
-        """Run the op. norm: of row_norm. largest: see ResidualStream"""
+    ) -> matmul_op.Result | fp8_op.BeforeNorm:
+        """Run the op. norm: of row_norm. largest: see ResidualStream and DeferredNorm"""
         if self.kind is Fp8Weight:
             largest = None if implementation == "reference" else largest
+            if inputs.gain is not None:
+                return fp8_op.product_for_norm(
+                    inputs, largest=largest, implementation=implementation
+                )
             return fp8_op.fp8_matmul(
                 inputs, norm=norm, largest=largest, implementation=implementation
             )
@@ -253,8 +274,8 @@ def add_projection(
 
     beside:    another term of the block's output, [batch, rows, D], such as that of its experts
     next_norm: the norm that follows. The sum comes prepared for it where the kernels of product and
-    norm are chosen, the weight is plain and there is no bias. The sum of several devices comes
-    normed already.
+    norm are chosen, the norm's weights have the form of this one and there is no bias. The sum of
+    several devices comes normed already.
     """
     if ops.layers.size > 1:
         partial = project_part(values_of(x), weight, ops)
@@ -265,18 +286,18 @@ def add_projection(
     if bias is not None:
         return add_to_stream(stream, project(x, (weight,), ops, bias=bias), ops)
     *rows, width = values_of(stream).shape
-    shared = (
-        ops.shares_norms
-        and _Operands.of((weight,)).takes_norms
-        and matmul_op.shares_norm(math.prod(rows), width)
-    )
+    next_gain = None
+    if next_norm is not None and ops.shares_norms:
+        operands = _Operands.of((weight,))
+        if operands.shares_norm(math.prod(rows), width, next_norm.weights):
+            next_gain = next_norm.gain
     return _multiply(
         x,
         (weight,),
         ops,
         _Form(values_of(x).dtype),
         residual=values_of(stream),
-        next_gain=next_norm.gain if shared and next_norm is not None else None,
+        next_gain=next_gain,
     )
 
 
@@ -333,7 +354,9 @@ def _multiply(
     *shape, depth = stream.x.shape
     rows = math.prod(shape)
     operands = _Operands.of(weights)
-    deferred = stream.deferred_norm if norm is not None and operands.takes_norms else None
+    deferred = stream.deferred_norm if norm is not None else None
+    if deferred is not None and deferred.form is not operands.kind:
+        deferred = None
     implementation, padding = _choose_backend(
         jax.ShapeDtypeStruct((rows, depth), stream.x.dtype),
         operands,
@@ -371,15 +394,19 @@ def _multiply(
         transposed=operands.transposed,
         out_dtype=form.out_dtype,
     )
-    if _measures(rows + padding, operands, next_weight, ops, implementation):
-        out, largest = fp8_op.measured_swiglu(inputs, norm=row_norm, implementation=implementation)
-        return ResidualStream(out[:rows].reshape(*shape, -1), largest=largest)
     largest = stream.largest if norm is None else None
+    largest = largest if deferred is None else deferred.largest
+    if _measures(rows + padding, operands, next_weight, ops, implementation):
+        out, found = fp8_op.measured_swiglu(
+            inputs, norm=row_norm, largest=largest, implementation=implementation
+        )
+        return ResidualStream(out[:rows].reshape(*shape, -1), largest=found)
     made = operands.multiply(inputs, row_norm, largest, implementation)
     if not isinstance(made, tuple):
         return ResidualStream(made[:rows].reshape(*shape, -1))
-    out, scaled, squares = made
-    return ResidualStream(out[:rows].reshape(*shape, -1), DeferredNorm(scaled[:rows], squares))
+    out, scaled, *found = made
+    deferred = DeferredNorm(operands.kind, scaled[:rows], *found)
+    return ResidualStream(out[:rows].reshape(*shape, -1), deferred)
 
 
 def _measures(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +31,7 @@ __all__ = [
     "IMPLEMENTATIONS",
     "LARGEST",
     "Activation",
+    "BeforeNorm",
     "Fp8Weight",
     "Inputs",
     "Product",
@@ -36,11 +39,28 @@ __all__ = [
     "Rows",
     "fp8_matmul",
     "measured_swiglu",
+    "product_for_norm",
     "quantise",
+    "shares_norm",
     "takes_largest",
     "takes_norm",
     "unsupported",
 ]
+
+
+class BeforeNorm(NamedTuple):
+    """The result of a product, and what the product after its norm needs.
+
+    out:     [rows, width], the result
+    scaled:  [rows, width], out times the norm's gain
+    squares: float32 [pieces, rows or more], sums over pieces of a row of out's squares
+    largest: float32 [pieces, rows or more], largest magnitudes of scaled
+    """
+
+    out: jax.Array
+    scaled: jax.Array
+    squares: jax.Array
+    largest: jax.Array
 
 
 def fp8_matmul(
@@ -55,10 +75,12 @@ def fp8_matmul(
     Rows are quantised as the first weight says (`quantise`); the others have to say the same. Codes
     are multiplied, sums are float32, and the scales of weights and rows multiply them: after the
     product, or after each 128 depths where blocks have scales. The result is cast to out_dtype.
+    With squares, so does the factor of the norm that the product before has begun.
 
     norm:    of x, before it is quantised. A kernel takes it where `takes_norm` says so
     largest: of measured_swiglu, which has made x: the product then need not look for the largest
-             magnitudes, which changes no bits. Kernels alone take it, and not with a norm
+             magnitudes, which changes no bits. Or of product_for_norm, with squares. Kernels alone
+             take it, and not with a norm
 
     Raises ValueError for shapes that do not fit together and for inputs that the implementation
     does not support.
@@ -69,15 +91,19 @@ def fp8_matmul(
         return reference.fp8_matmul(inputs, norm)
     from pallas_kernels.fp8_matmul import mosaic_gpu
 
-    return mosaic_gpu.fp8_matmul(inputs, norm, largest)[0]
+    return mosaic_gpu.fp8_matmul(inputs, norm, largest).out
 
 
 def measured_swiglu(
-    inputs: Inputs[Fp8Weight], *, norm: RowNorm | None = None, implementation: str
+    inputs: Inputs[Fp8Weight],
+    *,
+    norm: RowNorm | None = None,
+    largest: jax.Array | None = None,
+    implementation: str,
 ) -> tuple[jax.Array, jax.Array]:
     """Return fp8_matmul of gate and up, and the largest magnitudes in it, for the product after it.
 
-    The latter are float32 [tiles of columns, rows or more]. See takes_largest.
+    The latter are float32 [pieces of a row, rows or more]. See takes_largest.
 
     Raises ValueError as fp8_matmul does, and for what kernels of few rows do not make: a product
     without SwiGLU, more than 64 rows, and the reference.
@@ -90,9 +116,44 @@ def measured_swiglu(
         )
     from pallas_kernels.fp8_matmul import mosaic_gpu
 
-    out, largest = mosaic_gpu.fp8_matmul(inputs, norm, measures=True)
-    assert largest is not None
-    return out, largest
+    made = mosaic_gpu.fp8_matmul(inputs, norm, largest, measures=True)
+    assert made.largest is not None
+    return made.out, made.largest
+
+
+def product_for_norm(
+    inputs: Inputs[Fp8Weight], *, largest: jax.Array | None = None, implementation: str
+) -> BeforeNorm:
+    """Return fp8_matmul of inputs with a gain, and what the product after the norm needs.
+
+    Raises ValueError as fp8_matmul does, and for what kernels of few rows do not make: a product
+    without a gain, more than 64 rows, and the reference.
+    """
+    runs, rows = _runs_kernel(inputs, implementation, gains=True), inputs.x.shape[0]
+    if not (runs and inputs.gain is not None and rows <= plan.MAX_ROWS):
+        raise ValueError(
+            f"product_for_norm: expected a kernel, a gain and at most {plan.MAX_ROWS} rows, got "
+            f"implementation {implementation!r}, gain {inputs.gain is not None} and {rows} rows"
+        )
+    from pallas_kernels.fp8_matmul import mosaic_gpu
+
+    made = mosaic_gpu.fp8_matmul(inputs, None, largest, measures=True)
+    assert made.scaled is not None and made.squares is not None and made.largest is not None
+    return BeforeNorm(made.out, made.scaled, made.squares, made.largest)
+
+
+def shares_norm(rows: int, width: int, weights: Sequence[Fp8Weight]) -> bool:
+    """Return whether products of few rows share the norm between them.
+
+    width:   of the rows under the norm
+    weights: of the product before it and of those after it
+
+    Shared or not, the norm has other bits. So the answer is one for all rows that the kernel for
+    few rows takes.
+    """
+    from pallas_kernels.fp8_matmul import mosaic_gpu
+
+    return mosaic_gpu.shares_norm(rows, width, weights)
 
 
 def takes_largest(rows: int, weight: Fp8Weight, implementation: str) -> bool:
@@ -105,10 +166,17 @@ def takes_largest(rows: int, weight: Fp8Weight, implementation: str) -> bool:
 
 
 def _runs_kernel(
-    inputs: Inputs[Fp8Weight], implementation: str, norm: RowNorm | None = None
+    inputs: Inputs[Fp8Weight],
+    implementation: str,
+    norm: RowNorm | None = None,
+    *,
+    gains: bool = False,
 ) -> bool:
-    """Return whether the kernel runs; raise ValueError for inputs that do not fit."""
-    check(inputs)
+    """Return whether the kernel runs; raise ValueError for inputs that do not fit.
+
+    gains: whether inputs may have a gain
+    """
+    check(inputs, gains=gains)
     if norm is not None and norm.gain.shape != inputs.x.shape[1:]:
         raise ValueError(f"gain: expected {inputs.x.shape[1:]}, got {norm.gain.shape}")
 
@@ -158,17 +226,19 @@ def _not_quantised(depth: int) -> str | None:
     return None if takes(depth) else f"expected rows of a multiple of {STEP} values, got {depth}"
 
 
-def check(inputs: Inputs[Fp8Weight]) -> None:
+def check(inputs: Inputs[Fp8Weight], *, gains: bool = False) -> None:
     """Raise ValueError for weights and inputs that do not fit together."""
     inputs.check()
-    if inputs.squares is not None or inputs.gain is not None or inputs.transposed:
-        raise ValueError("fp8_matmul: expected no squares, gain or transposed weights")
+    if inputs.transposed or (inputs.gain is not None and not gains):
+        raise ValueError("fp8_matmul: expected no gain or transposed weights")
     kinds = {weight.activation for weight in inputs.weights}
     if len(kinds) != 1 or not kinds <= set(ACTIVATIONS):
         raise ValueError(
             f"activation: expected one of {', '.join(ACTIVATIONS)} for all weights, "
             f"got {', '.join(sorted(kinds))}"
         )
+    if inputs.squares is not None and kinds != {"token"}:
+        raise ValueError(f"squares: expected none with {kinds.pop()!r} activations")
     for weight in inputs.weights:
         depth, width = weight.shape
         shapes = [(), (width,), (-(-width // BLOCK), -(-depth // BLOCK))]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -10,7 +12,7 @@ from pallas_kernels.fp8_matmul.rows import RowNorm, Rows, quantise
 from pallas_kernels.fp8_matmul.weight import BLOCK, Fp8Weight
 from pallas_kernels.hopper import NUM_SMS
 from pallas_kernels.matmul.inputs import Inputs
-from pallas_kernels.matmul.reference import finish
+from pallas_kernels.matmul.reference import finish, norm_factor
 from pallas_kernels.rms_norm import rms_norm
 
 # cublasLt's fp8 products are not split along the depth, so a narrow result leaves SMs idle. With
@@ -24,7 +26,10 @@ def fp8_matmul(inputs: Inputs[Fp8Weight], norm: RowNorm | None = None) -> jax.Ar
     """Run the op; see pallas_kernels.fp8_matmul.fp8_matmul."""
     x, first = inputs.x, inputs.weights[0]
     x = x if norm is None else rms_norm(x, norm.gain, eps=norm.eps)
-    return multiply(quantise(x, first.activation, first.activation_scale), inputs)
+    rows = quantise(x, first.activation, first.activation_scale)
+    if (factor := norm_factor(inputs)) is not None:
+        rows = replace(rows, scales=rows.scales * factor)
+    return multiply(rows, inputs)
 
 
 def multiply(rows: Rows, inputs: Inputs[Fp8Weight]) -> jax.Array:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import jax
-
 from pallas_kernels import hopper
 from pallas_kernels.implementations import IMPLEMENTATIONS, runs_kernel
 from pallas_kernels.int4_matmul import reference
 from pallas_kernels.int4_matmul.weight import COLUMNS, DEPTHS, ZERO, Int4Weight, pack
 from pallas_kernels.matmul.inputs import Inputs
-from pallas_kernels.matmul.plan import Product
+from pallas_kernels.matmul.plan import MOST_IN_PARTS, Product
+from pallas_kernels.matmul.reference import Result
+
+# Widest rows whose norm two products share. Each CTA sums the squares of all pieces of a row.
+MAX_NORM_WIDTH = 8192
 
 __all__ = [
     "COLUMNS",
@@ -21,11 +23,12 @@ __all__ = [
     "Product",
     "int4_matmul",
     "pack",
+    "shares_norm",
     "unsupported",
 ]
 
 
-def int4_matmul(inputs: Inputs[Int4Weight], *, implementation: str = "reference") -> jax.Array:
+def int4_matmul(inputs: Inputs[Int4Weight], *, implementation: str = "reference") -> Result:
     """Return [x @ w for w in weights] side by side, as pallas_kernels.matmul does.
 
     Rows keep their dtype. Sums are float32, and the result is cast to out_dtype.
@@ -45,6 +48,15 @@ def int4_matmul(inputs: Inputs[Int4Weight], *, implementation: str = "reference"
     return mosaic_gpu.int4_matmul(inputs)
 
 
+def shares_norm(rows: int, width: int) -> bool:
+    """Return whether two products of few rows share the norm between them.
+
+    Shared or not, the norm has other bits. So it depends on the width of the rows alone, for all
+    rows that the kernel takes.
+    """
+    return rows <= MOST_IN_PARTS and width <= MAX_NORM_WIDTH
+
+
 def unsupported(product: Product) -> str | None:
     """Return why no Mosaic kernel can make this product, None if one can."""
     if reason := hopper.too_old():
@@ -57,8 +69,8 @@ def unsupported(product: Product) -> str | None:
 def check(inputs: Inputs[Int4Weight]) -> None:
     """Raise ValueError for weights and inputs that do not fit together."""
     inputs.check()
-    if inputs.squares is not None or inputs.gain is not None or inputs.transposed:
-        raise ValueError("int4_matmul: expected no squares, gain or transposed weights")
+    if inputs.transposed:
+        raise ValueError("int4_matmul: expected no transposed weights")
     first = inputs.weights[0]
     for weight in inputs.weights:
         depth, width = weight.shape

@@ -8,12 +8,12 @@ from jax import lax
 
 from pallas_kernels.int4_matmul.weight import Int4Weight
 from pallas_kernels.matmul.inputs import Inputs
-from pallas_kernels.matmul.reference import finish
+from pallas_kernels.matmul.reference import Result, between_norms
 
 
-def int4_matmul(inputs: Inputs[Int4Weight]) -> jax.Array:
+def int4_matmul(inputs: Inputs[Int4Weight]) -> Result:
     """Run the op; see pallas_kernels.int4_matmul.int4_matmul."""
-    return finish(inputs, [_product(inputs.x, w).astype(inputs.out_dtype) for w in inputs.weights])
+    return between_norms(inputs, [_product(inputs.x, w) for w in inputs.weights])
 
 
 def _product(x: jax.Array, weight: Int4Weight) -> jax.Array:

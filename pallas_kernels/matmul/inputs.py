@@ -58,9 +58,10 @@ class Inputs(Generic[W]):
     out_dtype: DTypeLike = field(default=jnp.bfloat16, metadata=STATIC)
 
     def take_rows(self, start: int, stop: int) -> Inputs[W]:
-        """Return the inputs of some of the rows: of a product without a norm before it."""
+        """Return the inputs of some of the rows."""
         residual = None if self.residual is None else self.residual[start:stop]
-        return replace(self, x=self.x[start:stop], residual=residual)
+        squares = None if self.squares is None else self.squares[:, start:stop]
+        return replace(self, x=self.x[start:stop], squares=squares, residual=residual)
 
     def check(self) -> None:
         """Raise ValueError for shapes that do not fit together."""

@@ -19,8 +19,7 @@ crowd into few GPCs. A product with a bias is float32 too, but XLA's sum after i
 early. Two kinds of o follow the rule though their kernel before differs, unmeasured: that of
 latent attention follows head_matmul, which does not launch it early; one with a bias has no
 residual sum here but follows attention. In fp8 all products take their weights first. A kernel
-quantises the rows before o and down of more than eight rows, and before the other products of more
-than one.
+quantises more than eight rows before a product, and more than one under a norm that is not shared.
 """
 
 from __future__ import annotations
@@ -43,6 +42,7 @@ MAX_NORM_WIDTH = 1024
 MAX_SMEM = 227 * 1024
 TILE_N = 64  # output columns of a tile: wgmma's M
 WARPS = 4  # of a warpgroup
+PIECE = TILE_N // WARPS  # columns of a tile whose sums a warp has
 REDUCTION_BYTES = 1024  # for sums across warps
 RESIDENT_BYTES = 72 * 1024  # x up to this size stays in shared memory; a larger one streams
 SPLIT = 2  # CTAs for a tile where tiles are few and deep; 1 for none
@@ -56,8 +56,8 @@ class Product:
 
     x, weights: see Inputs; only shapes and dtypes are read. residual, normed, norms: whether the
     inputs have residual, squares and gain. swiglu, transposed, out_dtype: see Inputs. quantises:
-    whether the kernel makes codes of x. measures: whether each tile of the result comes with the
-    largest magnitude of each row.
+    whether the kernel makes codes of x. measures: whether each piece of the result's rows, or with
+    a gain of the result times the gain, comes with its largest magnitude.
     """
 
     x: Shaped
@@ -219,11 +219,11 @@ def _step_depths(product: Product) -> tuple[int, ...]:
 
 
 def num_pieces(width: int) -> int:
-    """Return the number of partial sums of squares of a row of this width.
+    """Return the number of pieces of a row of this width; see mosaic_gpu/row_pieces.py.
 
-    One for each tile, rounded up to whole wgmma tiles; the last ones may never be written.
+    It is rounded up to whole wgmma tiles. The last ones may never be written.
     """
-    return -(-width // TILE_N // TILE_N) * TILE_N
+    return -(-width // PIECE // TILE_N) * TILE_N
 
 
 def smem_bytes(product: Product, tuning: Tuning) -> int:
@@ -238,10 +238,9 @@ def smem_bytes(product: Product, tuning: Tuning) -> int:
     out = TILE_N * padded * (product.out_bytes + halves + (2 if product.residual else 0))
     # Small arrays take 1 KB, where the next one may start.
     out += 1024 if product.normed and tuning.warpgroups > 1 else 0
-    out += TILE_N * padded * 2 + 2 * 1024 if product.norms else 0
-    out += 1024 * (product.quantises + product.measures)
-    sums = product.normed or product.norms or product.measures
-    reduction = REDUCTION_BYTES if sums else 0
+    out += TILE_N * padded * 2 + 1024 if product.norms else 0
+    out += 1024 * product.quantises
+    reduction = REDUCTION_BYTES if product.normed else 0
     return x + ring + partial_sums + out + reduction + 1024
 
 

@@ -94,6 +94,51 @@ def test_int4_compiles_to_one_kernel_without_spills(name: str) -> None:
     assert not re.findall(OTHER_WORK, hlo), hlo
 
 
+@pytest.mark.parametrize("rows", [1, 4, 8, 16, 64])
+@pytest.mark.parametrize(("first", "second"), [("o", "gate_up"), ("down", "qkv")])
+@pytest.mark.parametrize("form", ["fp8", "int4"])
+def test_a_norm_that_two_products_share_takes_no_kernel(
+    form: str, first: str, second: str, rows: int
+) -> None:
+    """Of more than eight rows in fp8, a kernel before each product quantises them."""
+
+    def inputs_of(name: str) -> Any:
+        if form == "fp8":
+            shape = dataclasses.replace(FP8[f"llama-3-8b {name} channel rows 64"], rows=rows)
+            return jax.eval_shape(lambda: make_fp8(shape, 0))
+        own = dataclasses.replace(INT4[f"llama-3-8b {name} rows 64"], rows=rows)
+        return jax.eval_shape(lambda: make_int4(own, 0))
+
+    def run(before: Any, after: Any, gain: Any, largest: Any) -> Any:
+        kernel: Any = "mosaic_gpu"
+        before = dataclasses.replace(before, gain=gain)
+        if form == "fp8":
+            made = fp8_matmul.product_for_norm(before, largest=largest, implementation=kernel)
+            found = made.largest
+        else:
+            made = int4_matmul.int4_matmul(before, implementation=kernel)
+            found = None
+        out, scaled, squares = made[:3]
+        after = dataclasses.replace(after, x=scaled, squares=squares, eps=1e-5)
+        if form == "int4":
+            return out, int4_matmul.int4_matmul(after, implementation=kernel)
+        if second == "gate_up":
+            return out, fp8_matmul.measured_swiglu(after, largest=found, implementation=kernel)
+        return out, fp8_matmul.fp8_matmul(after, largest=found, implementation=kernel)
+
+    gain = jax.ShapeDtypeStruct((4096,), jnp.bfloat16)
+    known = jax.ShapeDtypeStruct((14336 // 16, -(-rows // 8) * 8), jnp.float32)
+    largest = known if form == "fp8" and first == "down" and rows <= 8 else None
+    with h200.ptxas_report() as report:
+        arguments = inputs_of(first), inputs_of(second), gain, largest
+        hlo = h200.compile_for_h200(run, *arguments).as_text()
+        found = h200.stack_and_spills(report())
+    kernels = 4 if form == "fp8" and rows > 8 else 2
+    assert found == [(0, 0, 0)] * kernels, found
+    assert hlo.count(" custom-call(") == kernels, hlo
+    assert not [line for line in re.findall(OTHER_WORK, hlo) if "[]" not in line], hlo
+
+
 @pytest.mark.parametrize("form", ["channel", "static"])
 @pytest.mark.parametrize("rows", [1, 2, 8])
 @pytest.mark.parametrize("name", ["qkv", "gate_up"])

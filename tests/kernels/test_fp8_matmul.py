@@ -329,7 +329,7 @@ def test_a_product_that_quantises_its_rows_has_the_bits_of_two_kernels(
     )
     largest = None
     if is_measured:
-        tiles = jnp.max(jnp.abs(x.astype(jnp.float32)).reshape(rows, -1, 64), axis=2)
+        tiles = jnp.max(jnp.abs(x.astype(jnp.float32)).reshape(rows, -1, 16), axis=2)
         largest = jnp.pad(tiles.T, ((0, 0), (0, 8 - rows)), constant_values=jnp.nan)
     with interpreted():
         expected = separate(inputs)
@@ -402,7 +402,7 @@ def test_gate_and_up_under_a_norm_measure_their_result(kernels: list[str]) -> No
         inner, largest = measured_swiglu(inputs, norm=norm, implementation="mosaic_gpu")
         assert len(kernels) == 1
         np.testing.assert_array_equal(bits(inner), bits(separate(inputs, norm)))
-    expected = jnp.abs(inner.astype(jnp.float32)).reshape(1, -1, 64).max(axis=2)
+    expected = jnp.abs(inner.astype(jnp.float32)).reshape(1, -1, 16).max(axis=2)
     np.testing.assert_array_equal(largest[:, :1].T, expected)
 
 
@@ -479,7 +479,7 @@ def test_rows_that_a_product_quantises_saturate_and_keep_nan_to_themselves(measu
     inputs = Inputs(x=rows, weights=(fp8_weight(0, 64, depth, "channel"),))
     largest = None
     if measured:
-        largest = jnp.max(jnp.abs(rows.astype(jnp.float32)).reshape(8, -1, 64), axis=2).T
+        largest = jnp.max(jnp.abs(rows.astype(jnp.float32)).reshape(8, -1, 16), axis=2).T
     static = dataclasses.replace(inputs, weights=(fp8_weight(0, 64, depth, "static"),))
     with interpreted():
         got = fp8_matmul(inputs, largest=largest, implementation="mosaic_gpu")
@@ -502,7 +502,7 @@ def test_a_scale_is_found_wherever_in_the_row_its_value_lies(measured: bool) -> 
     inputs = Inputs(x=rows, weights=(fp8_weight(0, 64, depth, "channel"),))
     largest = None
     if measured:
-        largest = jnp.max(jnp.abs(rows.astype(jnp.float32)).reshape(8, -1, 64), axis=2).T
+        largest = jnp.max(jnp.abs(rows.astype(jnp.float32)).reshape(8, -1, 16), axis=2).T
     with interpreted():
         got = fp8_matmul(inputs, largest=largest, implementation="mosaic_gpu")
         np.testing.assert_array_equal(bits(got), bits(separate(inputs)))
@@ -522,7 +522,7 @@ def test_gate_and_up_measure_the_rows_that_down_quantises(
         alone = fp8_matmul(gate_up, implementation="mosaic_gpu")
         inner, largest = measured_swiglu(gate_up, implementation="mosaic_gpu")
         np.testing.assert_array_equal(bits(inner), bits(alone))
-        expected = jnp.abs(inner.astype(jnp.float32)).reshape(rows, -1, 64).max(axis=2)
+        expected = jnp.abs(inner.astype(jnp.float32)).reshape(rows, -1, 16).max(axis=2)
         np.testing.assert_array_equal(largest[:, :rows].T, expected)
         down = Inputs(x=inner, weights=(weight,), residual=residual_of(rows, 64))
         kernels.clear()
@@ -630,7 +630,7 @@ def test_a_norm_in_the_product_has_the_bits_of_two_kernels_on_the_gpu(name: str,
     if name == "gate, up" and form == "channel":
         inner, largest = measured_swiglu(inputs, norm=norm, implementation="mosaic_gpu")
         np.testing.assert_array_equal(bits(inner), bits(expected))
-        magnitudes = jnp.abs(inner.astype(jnp.float32)).reshape(1, -1, 64).max(axis=2)
+        magnitudes = jnp.abs(inner.astype(jnp.float32)).reshape(1, -1, 16).max(axis=2)
         np.testing.assert_array_equal(largest[:, :1].T, magnitudes)
     else:
         normed = rms_norm(x, norm.gain, eps=norm.eps)

@@ -1,4 +1,5 @@
-"""Layers multiply by quantised weights with the ops of their type, and share no norm with them."""
+"""Layers multiply by quantised weights with the ops of their type, which share norms with their
+own."""
 
 from __future__ import annotations
 
@@ -58,28 +59,48 @@ def test_products_are_those_of_the_weights_op(kind: str) -> None:
     assert (added.x == expected).all() and added.deferred_norm is None
 
 
-@needs_mosaic
-@pytest.mark.parametrize("kind", ["plain", *OPS])
-def test_only_plain_products_share_norms(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A product prepares no norm with a quantised weight, and takes none that another prepared."""
-    plain = Weight(jnp.zeros((D, D), jnp.bfloat16))
-    chosen = plain if kind == "plain" else weight(kind)
-    seen: list[tuple[bool, bool]] = []
+def of_form(form: str) -> Any:
+    return Weight(jnp.zeros((D, D), jnp.bfloat16)) if form == "plain" else weight(form)
 
-    def note(inputs: matmul.Inputs, *, implementation: str, **_: Any) -> Any:
-        seen.append((inputs.squares is not None, inputs.gain is not None))
-        return jnp.zeros((inputs.x.shape[0], D), inputs.x.dtype)
+
+@needs_mosaic
+@pytest.mark.parametrize("after", ["plain", *OPS])
+@pytest.mark.parametrize("before", ["plain", *OPS])
+def test_products_of_one_form_share_a_norm(
+    before: str, after: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A product prepares no norm for weights of another form, and takes none from them."""
+    seen: list[tuple[bool, bool, bool]] = []
+    found = jnp.full((8, 8), 3.0)
+
+    def note(inputs: matmul.Inputs, *, implementation: str, largest: Any = None, **_: Any) -> Any:
+        seen.append((inputs.squares is not None, inputs.gain is not None, largest is found))
+        made = jnp.zeros((inputs.x.shape[0], D), inputs.x.dtype)
+        return made if inputs.gain is None else (made, made, jnp.ones((64, 8)))
+
+    def note_of_norm(inputs: matmul.Inputs, *, implementation: str, largest: Any) -> Any:
+        out, scaled, squares = note(inputs, implementation=implementation)
+        return fp8_matmul.BeforeNorm(out, scaled, squares, found)
 
     for module in (matmul, fp8_matmul, int4_matmul):
         monkeypatch.setattr(module, module.__name__.rpartition(".")[2], note)
         monkeypatch.setattr(module, "unsupported", lambda product: None)
-    x, norm = jnp.ones((1, 4, D), jnp.bfloat16), Norm(jnp.ones((D,), jnp.bfloat16), 1e-5)
+    monkeypatch.setattr(fp8_matmul, "shares_norm", lambda *_: True)
+    monkeypatch.setattr(fp8_matmul, "takes_norm", lambda *_: False)
+    monkeypatch.setattr(fp8_matmul, "product_for_norm", note_of_norm)
+    first, second = of_form(before), of_form(after)
+    x, gain = jnp.ones((1, 4, D), jnp.bfloat16), jnp.ones((D,), jnp.bfloat16)
     ops = Ops(matmul="mosaic_gpu", rms_norm="mosaic_gpu")
-    layers.add_projection(x, x, chosen, ops, next_norm=norm)
-    prepared = layers.ResidualStream(x, layers.DeferredNorm(x[0], jnp.ones((64, 8))), normed=x)
-    layers.project(prepared, (chosen,), ops, norm=norm)
-    is_plain = kind == "plain"
-    assert seen == [(False, is_plain), (is_plain, False)]
+    norm = Norm(gain, 1e-5, (second,))
+    stream = layers.add_projection(x, x, first, ops, next_norm=norm)
+    shared = before == after
+    assert (stream.deferred_norm is not None) == shared
+    # However the stream was made:
+    deferred = layers.DeferredNorm(type(first), x[0], jnp.ones((64, 8)), found)
+    prepared = layers.ResidualStream(x, deferred, normed=x)
+    layers.project(prepared, (second,), ops, norm=norm)
+    measured = shared and after == "fp8"
+    assert seen == [(False, shared, False), (shared, False, measured)]
 
 
 @needs_mosaic

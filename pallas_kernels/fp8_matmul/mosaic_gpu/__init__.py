@@ -14,7 +14,7 @@ at a time.
 
 The order of summation of few rows depends on the weights alone (pallas_kernels/matmul/plan.py).
 
-    row_parts.py    how warps reduce whole rows
+    row_parts.py    how warps reduce whole rows, and what a product has found in them
     quantise.py     rows in fp8, after a norm or as they are
     own_rows.py     few rows that the product norms and quantises itself
     product.py      the product
@@ -22,13 +22,15 @@ The order of summation of few rows depends on the weights alone (pallas_kernels/
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels.fp8_matmul import reference
 from pallas_kernels.fp8_matmul import rows as plain
-from pallas_kernels.fp8_matmul.mosaic_gpu import own_rows
-from pallas_kernels.fp8_matmul.mosaic_gpu.product import multiply, product_of
+from pallas_kernels.fp8_matmul.mosaic_gpu import own_rows, row_parts
+from pallas_kernels.fp8_matmul.mosaic_gpu.product import Made, multiply, product_of
 from pallas_kernels.fp8_matmul.mosaic_gpu.quantise import quantise, takes
 from pallas_kernels.fp8_matmul.rows import RowNorm, Rows
 from pallas_kernels.fp8_matmul.weight import Fp8Weight
@@ -42,13 +44,14 @@ def fp8_matmul(
     largest: jax.Array | None = None,
     *,
     measures: bool = False,
-) -> tuple[jax.Array, jax.Array | None]:
+) -> Made:
     """Run the op; see pallas_kernels.fp8_matmul.fp8_matmul.
 
-    measures: return the largest magnitudes in the result too, in place of None; for at most
-              MAX_ROWS rows
+    measures: find the largest magnitudes in the result too; for at most MAX_ROWS rows
     """
-    if quantises(Product.of(inputs), measured=largest is not None, normed=norm is not None):
+    is_known = inputs.squares is None or largest is not None
+    own = quantises(Product.of(inputs), measured=largest is not None, normed=norm is not None)
+    if is_known and own:
         return multiply(None, inputs, norm, largest, measures=measures)
     return multiply_quantised(quantised(inputs, norm), inputs, measures=measures)
 
@@ -57,24 +60,23 @@ def quantised(inputs: Inputs[Fp8Weight], norm: RowNorm | None = None) -> Rows:
     """Return the rows, or their norm, in fp8: from a kernel where one takes the depth."""
     x, weight = inputs.x, inputs.weights[0]
     if takes(x.shape[1]):
-        return quantise(x, weight.activation, weight.activation_scale, norm)
-    assert norm is None
+        scale, squares = weight.activation_scale, inputs.squares
+        return quantise(x, weight.activation, scale, norm, squares, inputs.eps)
+    assert norm is None and inputs.squares is None
     return plain.quantise(x, weight.activation, weight.activation_scale)
 
 
-def multiply_quantised(
-    rows: Rows, inputs: Inputs[Fp8Weight], *, measures: bool = False
-) -> tuple[jax.Array, jax.Array | None]:
+def multiply_quantised(rows: Rows, inputs: Inputs[Fp8Weight], *, measures: bool = False) -> Made:
     """Run the op with quantised rows."""
     count = inputs.x.shape[0]
     if count <= MAX_ROWS:
         return multiply(rows, inputs, measures=measures)
-    assert not measures
+    assert not measures and inputs.squares is None
     if rows.scales.ndim < 2 or count > MOST_IN_PARTS:
-        return reference.multiply(rows, inputs), None
+        return Made(reference.multiply(rows, inputs))
     parts = [(start, min(start + MAX_ROWS, count)) for start in range(0, count, MAX_ROWS)]
-    made = [multiply(rows.take_rows(*part), inputs.take_rows(*part))[0] for part in parts]
-    return jnp.concatenate(made), None
+    made = [multiply(rows.take_rows(*part), inputs.take_rows(*part)).out for part in parts]
+    return Made(jnp.concatenate(made))
 
 
 def quantises(product: Product, *, measured: bool = False, normed: bool = False) -> bool:
@@ -94,8 +96,17 @@ def quantises(product: Product, *, measured: bool = False, normed: bool = False)
 
 def takes_largest(rows: int, weight: Fp8Weight) -> bool:
     """Return whether a product with this weight takes `largest` of the product before it."""
-    if weight.activation != "token" or not own_rows.reads_largest(weight.depth):
+    if weight.activation != "token" or not row_parts.divides_pieces(weight.depth):
         return False
     x = jax.ShapeDtypeStruct((rows, weight.depth), jnp.bfloat16)
     inputs = Inputs(x=x, weights=(weight,))  # type: ignore[arg-type]
     return quantises(Product.of(inputs), measured=True)
+
+
+def shares_norm(rows: int, width: int, weights: Sequence[Fp8Weight]) -> bool:
+    """Return whether a product with rows of this width shares the norm with the one after it.
+
+    weights: of both products
+    """
+    by_token = all(weight.activation == "token" for weight in weights)
+    return by_token and rows <= MAX_ROWS and takes(width) and row_parts.divides_pieces(width)

@@ -7,8 +7,10 @@ changes no bits which of the two runs.
 
 A CTA reads its part of each row, 2 bytes a value. A norm and a scale depend on the whole row.
 Either every CTA reads all of it as well, or the product before has stored the largest magnitudes of
-its tiles. All CTAs together then read more from the L2 cache than the codes have bytes, so the rows
-are few.
+their pieces, and under a norm the sums of squares. All CTAs together then read more from the L2
+cache than the codes have bytes, so the rows are few.
+
+Under such a norm the rows come times its gain. The norm's factor changes a scale, and no code.
 """
 
 from __future__ import annotations
@@ -26,19 +28,24 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.fp8_matmul.mosaic_gpu import row_parts
 from pallas_kernels.fp8_matmul.mosaic_gpu.quantise import scale_of, scaled
-from pallas_kernels.fp8_matmul.mosaic_gpu.row_parts import HALVES, LANES, PARTS
+from pallas_kernels.fp8_matmul.mosaic_gpu.row_parts import (
+    HALVES,
+    MAGNITUDES,
+    PARTS,
+    ROWS,
+    SQUARES,
+)
 from pallas_kernels.fp8_matmul.rows import RowNorm
 from pallas_kernels.fp8_matmul.weight import DTYPE
 from pallas_kernels.matmul.mosaic_gpu.ring import Ring
 from pallas_kernels.matmul.mosaic_gpu.sizes import Scratch, Sizes
-from pallas_kernels.matmul.plan import TILE_N, WARPS, Product, choose_tuning, is_resident
+from pallas_kernels.matmul.plan import WARPS, Product, choose_tuning, is_resident
 from pallas_kernels.mosaic import load
 from pallas_kernels.types import Index, Ref
 
 T = TypeVar("T")  # an array, or the kernel's ref
 Parts = TypeVar("Parts")  # T, or arrays in registers
 
-ROWS = 8  # at most
 ROW_BYTES = 64 * 1024  # of all rows, at most, where each CTA reads the whole of them
 STEP = 256  # depths of a step: two for each thread
 AT_ONCE = 64  # steps of all rows that a warpgroup holds in registers
@@ -66,7 +73,8 @@ class Values(NamedTuple, Generic[T]):
     by_step: [rows, split, steps, warpgroups, STEP], as warpgroups multiply them
     by_part: [rows, HALVES, WARPS, depth / PARTS], as warps reduce whole rows; or None
     gain:    of the norm; or None
-    largest: float32 [WARPS, tiles, padded rows], of the product before; or None
+    largest: float32 [WARPS, pieces, padded rows], of the product before; or None
+    squares: the same, sums of the squares of the rows before their gain; or None
 
     by_part is None if no warp needs whole rows: with largest, or with a known scale and no norm.
     """
@@ -75,6 +83,7 @@ class Values(NamedTuple, Generic[T]):
     by_part: T | None
     gain: Gain[T, T] | None
     largest: T | None
+    squares: T | None
 
 
 def fits(product: Product, *, has_scales: bool, normed: bool) -> bool:
@@ -104,35 +113,34 @@ def _reads_all(product: Product, warpgroups: int) -> bool:
     )
 
 
-def reads_largest(depth: int) -> bool:
-    """Return whether warps can share out the tiles of `largest` of rows of this depth."""
-    return depth % (TILE_N * WARPS * LANES // ROWS) == 0
-
-
 def values_of(
     sizes: Sizes,
     x: jax.Array,
     norm: RowNorm | None,
     largest: jax.Array | None,
+    squares: jax.Array | None,
     *,
     has_scale: bool,
 ) -> Values[jax.Array]:
     """Return the operands for rows x [rows, depth].
 
-    largest:   float32 [tiles, rows or more], of the product before, for rows without a norm
+    largest:   float32 [pieces, rows or more], of the product before, in place of a norm here
+    squares:   the same, if the product before has multiplied the rows by a norm's gain
     has_scale: whether all rows have a scale that is known
     """
     rows, tuning = x.shape[0], sizes.tuning
     by_part = gain = None
     if largest is not None:
         assert norm is None
-        largest = largest.reshape(WARPS, -1, sizes.padded)
+        largest = row_parts.by_warp(largest)
     elif norm is not None or not has_scale:
         by_part = row_parts.in_parts(x)
     steps = tuning.split, sizes.steps, tuning.warpgroups, STEP
     if norm is not None:
         gain = Gain(norm.gain.reshape(steps), row_parts.in_parts(norm.gain))
-    return Values(x.reshape(rows, *steps), by_part, gain, largest)
+    assert squares is None or largest is not None
+    squares = None if squares is None else row_parts.by_warp(squares)
+    return Values(x.reshape(rows, *steps), by_part, gain, largest, squares)
 
 
 def with_scratch(
@@ -142,10 +150,10 @@ def with_scratch(
     if values.largest is None and values.by_part is None:
         return scratch
     warpgroups = sizes.tuning.warpgroups
-    # by_row is [kind, row, part] to RowReductions and [warpgroup, warp, row] to _measured. The
-    # scales of row_scales lie at [last, 0, row].
+    # by_row is [kind, row, part] to RowReductions and [warpgroup, warp of a kind, row] to
+    # _reduce_pieces. The scales of row_scales lie at [last, 0, row].
     kinds = max(row_parts.KINDS, warpgroups) + 1
-    assert WARPS <= ROWS == PARTS == sizes.padded, sizes.padded
+    assert row_parts.KINDS * WARPS <= ROWS == PARTS == sizes.padded, sizes.padded
     assert 4 * kinds * ROWS * PARTS <= 1024  # what plan.smem_bytes counts
     return scratch._replace(
         by_row=plgpu.SMEM((kinds, ROWS, PARTS), jnp.float32),
@@ -168,7 +176,7 @@ OwnGain = Gain[jax.Array, list[jax.Array]]  # in registers
 class OwnRows:
     """Rows that a warpgroup quantises for itself, in the kernel.
 
-    eps: of the norm, if there is one
+    eps: of the norm, here or in the product before, if there is one
     """
 
     ring: Ring
@@ -209,8 +217,9 @@ class OwnRows:
         """
         ring, scratch = self.ring, self.ring.scratch
         shape = self.at_once, ring.sizes.padded, STEP
-        first = self._rows(0)  # before anything waits for the scales
-        factor, scales = self._factor_and_scales(gain, scale)
+        # Before anything waits for the scales:
+        first, largest, squares = self._rows(0), *self._found_before()
+        factor, scales = self._factor_and_scales(gain, scale, largest)
         row_of = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=TILE_LAYOUT)
         for start in range(0, ring.sizes.steps, self.at_once):
             tile: jax.Array | None = None
@@ -227,6 +236,7 @@ class OwnRows:
             steps = pl.ds(ring.resident_step(start), self.at_once)
             scratch.x.at[steps][...] = tile.astype(DTYPE)
         if scale is None:
+            scales = self._with_norm_before(scales, squares)
 
             @pl.when(ring.wg == 0)
             def _keep() -> None:
@@ -236,11 +246,12 @@ class OwnRows:
         plgpu.commit_smem()
 
     def _factor_and_scales(
-        self, gain: OwnGain | None, scale: jax.Array | None
+        self, gain: OwnGain | None, scale: jax.Array | None, largest: jax.Array | None
     ) -> tuple[jax.Array | None, list[jax.Array]]:
         """Return the factor of the norm's one row, None without a norm, and each row's scale."""
-        if self.values.largest is not None:
-            return None, [scale_of(largest) for largest in self._measured(self.values.largest)]
+        if largest is not None:
+            found = self._reduce_pieces(MAGNITUDES, largest)
+            return None, [scale_of(functools.reduce(jnp.maximum, parts)) for parts in found]
         by_part, scratch = self.values.by_part, self.ring.scratch
         factor, known = None, [] if scale is None else [scale] * len(self.rows)
         if by_part is None:
@@ -263,17 +274,32 @@ class OwnRows:
         assert self.values.gain is not None
         return self._steps(self.values.gain.by_step, start)
 
-    def _measured(self, largest: Ref) -> list[jax.Array]:
-        """Return the largest magnitude of each row, from those of its tiles.
+    def _found_before(self) -> tuple[jax.Array | None, jax.Array | None]:
+        """Return what the product before has found: magnitudes and squares, in registers."""
 
-        Each warpgroup reads all of them.
-        """
-        by_row, wg = self.ring.scratch.by_row, self.ring.wg
+        def read(ref: Ref | None) -> jax.Array | None:
+            return None if ref is None else row_parts.read_pieces(ref)
+
+        return read(self.values.largest), read(self.values.squares)
+
+    def _with_norm_before(
+        self, scales: list[jax.Array], squares: jax.Array | None
+    ) -> list[jax.Array]:
+        """Return the scales of the rows' norm, where the product before has made their squares."""
+        if squares is None:
+            return scales
+        assert self.eps is not None
+        depth, found = self.ring.sizes.product.depth, self._reduce_pieces(SQUARES, squares)
+        factors = [row_parts.norm_factor(parts, depth, self.eps) for parts in found]
+        return [scale * factor for scale, factor in zip(scales, factors, strict=True)]
+
+    def _reduce_pieces(self, kind: int, pieces: jax.Array) -> list[list[jax.Array]]:
+        """Return row_parts.reduce_pieces of each row. Each warpgroup reduces all pieces."""
+        by_row = self.ring.scratch.by_row
         assert by_row is not None
-        found = load(largest, _tiles_layout(), optimized=False)
-        by_row.at[wg, pl.ds(0, WARPS)][...] = jnp.max(found, axis=1)
-        by_warp = [[by_row[wg, warp, row] for warp in range(WARPS)] for row in self.rows]
-        return [functools.reduce(jnp.maximum, one) for one in by_warp]
+        shared = by_row.at[self.ring.wg, pl.ds(kind * WARPS, WARPS)]
+        reduce = jnp.max if kind == MAGNITUDES else jnp.sum
+        return row_parts.reduce_pieces(reduce(pieces, axis=1), shared, self.rows)
 
     def _rows(self, start: int) -> list[jax.Array]:
         return [self._steps(self.values.by_step.at[row], start) for row in self.rows]
@@ -285,13 +311,3 @@ class OwnRows:
     def _half(self, ref: Ref, half: Index) -> jax.Array:
         layout = row_parts.layout_of(self.ring.sizes.product.depth)
         return load(ref.at[half], layout, optimized=False)
-
-
-def _tiles_layout():
-    """Return the layout of [WARPS, tiles, padded rows]: each warp has some of the tiles."""
-    return plgpu.Layout.TILED(
-        fa.Tiling(((WARPS, LANES // ROWS, ROWS), (1,))),
-        warp_dims=(-4,),
-        lane_dims=(-3, -2),
-        vector_dim=-1,
-    )

@@ -23,7 +23,7 @@ from pallas_kernels.matmul.mosaic_gpu.memory import results_of, scratch_of
 from pallas_kernels.matmul.mosaic_gpu.ring import Ring
 from pallas_kernels.matmul.mosaic_gpu.sizes import Operands, Results, Scratch, Sizes
 from pallas_kernels.matmul.mosaic_gpu.tile_sum import add_up
-from pallas_kernels.matmul.plan import REDUCTION_BYTES, TILE_N, Product, Tuning, choose_tuning
+from pallas_kernels.matmul.plan import TILE_N, Product, Tuning, choose_tuning
 from pallas_kernels.mosaic import load
 from pallas_kernels.types import Accumulator, Index, Ref
 
@@ -49,6 +49,7 @@ def product_of(product: Product, *, quantises: bool = False, measures: bool = Fa
         tuple(weight.codes for weight in weights),
         residual=product.residual,
         swiglu=product.swiglu,
+        norms=product.norms,
         transposed=True,
         out_dtype=product.out_dtype,
         quantises=quantises,
@@ -56,8 +57,15 @@ def product_of(product: Product, *, quantises: bool = False, measures: bool = Fa
     )
 
 
-# Compiled as a function of its own, so that layers and programs share one kernel.
-@lowered_once(static_argnames=("measures", "tuning"))
+class Made(NamedTuple):
+    """What a product returns; see matmul's sizes.Results."""
+
+    out: jax.Array
+    scaled: jax.Array | None = None
+    squares: jax.Array | None = None
+    largest: jax.Array | None = None
+
+
 def multiply(
     rows: Rows | None,
     inputs: Inputs[Fp8Weight],
@@ -66,25 +74,41 @@ def multiply(
     *,
     measures: bool = False,
     tuning: Tuning | None = None,
-) -> tuple[jax.Array, jax.Array | None]:
-    """Return the op's result from quantised rows, and the largest magnitudes in it.
+) -> Made:
+    """Return the op's result from quantised rows, and what was found in it.
 
-    rows:     None: the kernel quantises inputs.x
+    rows:     None: the kernel quantises inputs.x. Their scales have the norm of inputs.squares
     norm:     of inputs.x, before the kernel quantises it
-    largest:  see own_rows.Values
-    measures: return float32 [tiles, padded rows] as well, not None
+    largest:  see own_rows.values_of
+    measures: whether `largest` of the results is there
     """
+    return Made(*_multiply(rows, inputs, norm, largest, measures=measures, tuning=tuning))
+
+
+# Compiled as a function of its own, so that layers and programs share one kernel.
+@lowered_once(static_argnames=("measures", "tuning"))
+def _multiply(
+    rows: Rows | None,
+    inputs: Inputs[Fp8Weight],
+    norm: RowNorm | None,
+    largest: jax.Array | None,
+    *,
+    measures: bool,
+    tuning: Tuning | None,
+) -> tuple[jax.Array | None, ...]:
     product = product_of(Product.of(inputs), quantises=rows is None, measures=measures)
     tuning = tuning or choose_tuning(product)
     assert tuning is not None  # the public op has checked `unsupported`
     sizes = Sizes(product, tuning)
     codes = tuple(weight.codes for weight in inputs.weights)
     x = None if rows is None else rows.codes
-    operands = Operands(x, codes, None, inputs.residual, None)
+    operands = Operands(x, codes, None, inputs.residual, inputs.gain)
     values = None
     if rows is None:
         by_row = inputs.weights[0].activation_scale
-        values = own_rows.values_of(sizes, inputs.x, norm, largest, has_scale=by_row is not None)
+        values = own_rows.values_of(
+            sizes, inputs.x, norm, largest, inputs.squares, has_scale=by_row is not None
+        )
     else:
         by_row = rows.scales
     if by_row is not None and by_row.ndim and by_row.shape[-1] < sizes.padded:
@@ -98,9 +122,10 @@ def multiply(
     scratch = scratch_of(sizes, operands)
     if values is not None:
         scratch = own_rows.with_scratch(scratch, sizes, values)
-    eps = None if norm is None else norm.eps
-    (results,) = _kernel(sizes, scratch, eps)(operands, scales, values)
-    return results.out, results.largest
+    eps = inputs.eps if norm is None else norm.eps
+    is_normed = norm is not None or (rows is None and inputs.squares is not None)
+    (results,) = _kernel(sizes, scratch, eps if is_normed else None)(operands, scales, values)
+    return results.out, results.scaled, results.squares, results.largest
 
 
 @dataclass(frozen=True)
@@ -263,6 +288,7 @@ def _kernel(sizes: Sizes, memory: Scratch[pl.MemoryRef], eps: float | None):
         "quantised": product.quantises,
         "swiglu": product.swiglu,
         "residual": product.residual,
+        "norms": product.norms,
     }
     names = [n for n, present in fused.items() if present]
     return plgpu.kernel(
@@ -279,9 +305,7 @@ def _kernel(sizes: Sizes, memory: Scratch[pl.MemoryRef], eps: float | None):
         thread_name="wg",
         kernel_name="_".join([f"fp8_matmul_{product.depth}x{product.width}", *names]),
         scratch_types=[memory],
-        compiler_params=plgpu.CompilerParams(
-            reduction_scratch_bytes=REDUCTION_BYTES if product.measures else 0
-        ),
+        compiler_params=plgpu.CompilerParams(reduction_scratch_bytes=0),
     )
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import pallas as pl
 from jax.experimental.mosaic.gpu import fragmented_array as fa
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -35,21 +36,32 @@ def quantise(
     activation: Activation,
     scale: jax.Array | None,
     norm: RowNorm | None = None,
+    squares: jax.Array | None = None,
+    eps: float = 0.0,
 ) -> Rows:
     """Return x [rows, depth], or its norm, in fp8.
 
     See pallas_kernels.fp8_matmul.rows.quantise for activation and scale.
+
+    squares, eps: of "token" activations without a norm here: see matmul.Inputs. The scales then
+                  have the factor of the norm
     """
-    return Rows(*_quantise(x, activation, scale, norm))
+    return Rows(*_quantise(x, activation, scale, norm, squares, eps))
 
 
 # Compiled as a function of its own, so that layers and programs share one kernel.
-@lowered_once(static_argnames=("activation",))
+@lowered_once(static_argnames=("activation", "eps"))
 def _quantise(
-    x: jax.Array, activation: Activation, scale: jax.Array | None, norm: RowNorm | None
+    x: jax.Array,
+    activation: Activation,
+    scale: jax.Array | None,
+    norm: RowNorm | None,
+    squares: jax.Array | None,
+    eps: float,
 ) -> tuple[jax.Array, jax.Array]:
     rows, depth = x.shape
-    gain, eps = (None, 0.0) if norm is None else (norm.gain, norm.eps)
+    gain, eps = (None, eps) if norm is None else (norm.gain, norm.eps)
+    assert squares is None or (activation == "token" and norm is None)
     # The product of few rows reads whole tiles of scales. Those past the last row are not written.
     padded = padded_rows(rows) if rows <= MAX_ROWS else rows
     if activation == "block":
@@ -58,7 +70,7 @@ def _quantise(
     else:
         shape, body = row_parts.in_parts(x).shape[1:], _by_row(depth, eps)
         scales_shape = (padded,)
-        scratch = (plgpu.SMEM((row_parts.KINDS, 1, row_parts.PARTS), jnp.float32),)
+        scratch = (plgpu.SMEM((row_parts.KINDS, row_parts.ROWS, row_parts.PARTS), jnp.float32),)
     kernel = plgpu.kernel(
         body,
         out_type=(
@@ -67,7 +79,7 @@ def _quantise(
         ),
         grid=(rows,),
         grid_names=("row",),
-        kernel_name=f"quantise_{depth}" + ("" if gain is None else "_normed"),
+        kernel_name=f"quantise_{depth}" + ("" if gain is None and squares is None else "_normed"),
         scratch_types=scratch,
         compiler_params=plgpu.CompilerParams(
             lowering_semantics=plgpu.LoweringSemantics.Lane,
@@ -78,6 +90,7 @@ def _quantise(
         x.reshape(rows, *shape),
         None if scale is None else scale[None],
         None if gain is None else gain.reshape(shape),
+        None if squares is None else row_parts.by_warp(squares),
     )
     codes, made = kernel(*arrays)
     return codes.reshape(rows, depth), made if scale is None else scale
@@ -96,7 +109,13 @@ def _by_row(depth: int, eps: float) -> Callable[..., None]:
     layout = row_parts.layout_of(depth)
 
     def body(
-        x: Ref, scale: Ref | None, gain: Ref | None, codes: Ref, scales: Ref | None, shared: Ref
+        x: Ref,
+        scale: Ref | None,
+        gain: Ref | None,
+        squares: Ref | None,
+        codes: Ref,
+        scales: Ref | None,
+        shared: Ref,
     ) -> None:
         row, halves = lax.axis_index("row"), range(row_parts.HALVES)
         reductions = row_parts.RowReductions(shared, halves, None)
@@ -119,11 +138,23 @@ def _by_row(depth: int, eps: float) -> Callable[..., None]:
             [largest] = reductions.largest([values])
             divisor = scale_of(largest)
             if scales is not None:
-                scales[row] = divisor
+                kept = divisor
+                if squares is not None:
+                    kept *= row_parts.norm_factor(_squares_of(row, squares, shared), depth, eps)
+                scales[row] = kept
         for half in halves:
             codes.at[row, half][...] = scaled(values[half], divisor).astype(DTYPE)
 
     return body
+
+
+def _squares_of(row: jax.Array, squares: Ref, shared: Ref) -> list[jax.Array]:
+    """Return the sums of a row's squares in the pieces of each warp."""
+    rows = row_parts.ROWS
+    pieces = row_parts.read_pieces(squares.at[:, :, pl.ds(lax.div(row, rows) * rows, rows)])
+    shared = shared.at[row_parts.SQUARES, pl.ds(0, WARPS)]
+    [parts] = row_parts.reduce_pieces(jnp.sum(pieces, axis=1), shared, [lax.rem(row, rows)])
+    return parts
 
 
 def _by_block(depth: int, eps: float) -> Callable[..., None]:
@@ -136,7 +167,7 @@ def _by_block(depth: int, eps: float) -> Callable[..., None]:
         vector_dim=-1,
     )
 
-    def body(x: Ref, _: Ref | None, gain: Ref | None, codes: Ref, scales: Ref) -> None:
+    def body(x: Ref, _: None, gain: Ref | None, __: None, codes: Ref, scales: Ref) -> None:
         row = lax.axis_index("row")
         gains = None if gain is None else load(gain, layout, optimized=False)
         _wait_for_rows()

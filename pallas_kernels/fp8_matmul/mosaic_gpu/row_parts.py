@@ -1,7 +1,8 @@
 """How warps reduce whole rows: in two halves, of which each warp of a warpgroup has a part.
 
 The kernel that quantises rows and the products that do so themselves reduce rows alike. So sums of
-squares have one order, and the norm of a row the same bits, whichever of them runs.
+squares have one order, and the norm of a row the same bits, whichever of them runs. The same holds
+for what the product before has found in pieces of them: each warp reduces some of the pieces.
 """
 
 from __future__ import annotations
@@ -17,12 +18,14 @@ from jax.experimental import pallas as pl
 from jax.experimental.mosaic.gpu import fragmented_array as fa
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.matmul.plan import WARPS
+from pallas_kernels.matmul.plan import PIECE, WARPS, num_pieces
+from pallas_kernels.mosaic import load
 from pallas_kernels.types import Barrier, Index, Ref
 
 HALVES = 2
 PARTS = HALVES * WARPS
 LANES = 32
+ROWS = 8  # whose pieces a warp reduces at once
 SQUARES, MAGNITUDES = 0, 1
 KINDS = 2
 
@@ -65,9 +68,7 @@ class RowReductions:
     def norm_factor(self, halves: Iterable[jax.Array], depth: int, eps: float) -> jax.Array:
         """Return what an RMS norm multiplies a row by. halves: this warpgroup's halves of it"""
         [parts] = self._share(SQUARES, [halves], lambda half: jnp.sum(half * half, axis=1))
-        total = functools.reduce(jnp.add, parts)
-        # A sum after the division would be fused with it in one lowering, and not in the other.
-        return lax.rsqrt((total + depth * eps) / depth)
+        return norm_factor(parts, depth, eps)
 
     def largest(self, rows: Sequence[Iterable[jax.Array]]) -> list[jax.Array]:
         """Return the largest magnitude of each row. rows: this warpgroup's halves of each"""
@@ -89,6 +90,47 @@ class RowReductions:
             plgpu.barrier_arrive(self.seen)
             plgpu.barrier_wait(self.seen)
         return [[self.shared[kind, row, part] for part in range(PARTS)] for row in range(len(rows))]
+
+
+def norm_factor(parts: Iterable[jax.Array], depth: int, eps: float) -> jax.Array:
+    """Return what an RMS norm multiplies a row by, from sums of the squares of its parts."""
+    total = functools.reduce(jnp.add, parts)
+    # A sum after the division would be fused with it in one lowering, and not in the other.
+    return lax.rsqrt((total + depth * eps) / depth)
+
+
+def divides_pieces(depth: int) -> bool:
+    """Return whether warps can share out the pieces of rows of this depth."""
+    return depth // PIECE == num_pieces(depth)
+
+
+def by_warp(pieces: jax.Array) -> jax.Array:
+    """Return float32 [pieces, padded rows] as [WARPS, pieces / WARPS, padded rows]."""
+    return pieces.reshape(WARPS, -1, pieces.shape[1])
+
+
+def read_pieces(pieces: Ref) -> jax.Array:
+    """Return float32 [WARPS, pieces, ROWS] in registers: each warp has its own pieces."""
+    return load(pieces, _PIECES_LAYOUT, optimized=False)
+
+
+def reduce_pieces(found: jax.Array, shared: Ref, rows: Iterable[Index]) -> list[list[jax.Array]]:
+    """Return what each warp has found in its pieces of each row, in the warps' order.
+
+    found:  float32 [WARPS, ROWS], read_pieces reduced along the pieces
+    shared: the same, in shared memory
+    rows:   of ROWS
+    """
+    shared[...] = found
+    return [[shared[warp, row] for warp in range(WARPS)] for row in rows]
+
+
+_PIECES_LAYOUT = plgpu.Layout.TILED(  # of [WARPS, pieces, ROWS]: each warp has some of them
+    fa.Tiling(((WARPS, LANES // ROWS, ROWS), (1,))),
+    warp_dims=(-4,),
+    lane_dims=(-3, -2),
+    vector_dim=-1,
+)
 
 
 def normed(values: jax.Array, gain: jax.Array, factor: jax.Array) -> jax.Array:

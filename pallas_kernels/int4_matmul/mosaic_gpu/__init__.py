@@ -16,19 +16,23 @@ The order of summation depends on the weights alone: on their shapes and on the 
 
 from __future__ import annotations
 
-import jax
 import jax.numpy as jnp
 
 from pallas_kernels.int4_matmul.mosaic_gpu.product import multiply
 from pallas_kernels.int4_matmul.weight import Int4Weight
 from pallas_kernels.matmul.inputs import Inputs
 from pallas_kernels.matmul.plan import MAX_ROWS
+from pallas_kernels.matmul.reference import Result
 
 
-def int4_matmul(inputs: Inputs[Int4Weight]) -> jax.Array:
+def int4_matmul(inputs: Inputs[Int4Weight]) -> Result:
     """Run the op; see pallas_kernels.int4_matmul.int4_matmul."""
     count = inputs.x.shape[0]
     if count <= MAX_ROWS:
         return multiply(inputs)
     starts = range(0, count, MAX_ROWS)
-    return jnp.concatenate([multiply(inputs.take_rows(i, i + MAX_ROWS)) for i in starts])
+    parts = [multiply(inputs.take_rows(i, i + MAX_ROWS)) for i in starts]
+    if inputs.gain is None:
+        return jnp.concatenate(parts)
+    out, scaled, squares = zip(*parts, strict=True)
+    return jnp.concatenate(out), jnp.concatenate(scaled), jnp.concatenate(squares, axis=1)

@@ -13,6 +13,7 @@ from pallas_kernels.matmul.plan import (
     MAX_SMEM,
     MOST_IN_PARTS,
     NUM_SMS,
+    REDUCTION_BYTES,
     SPLIT,
     TILE_N,
     Order,
@@ -25,6 +26,7 @@ from pallas_kernels.matmul.plan import (
 STEP_DEPTHS = (256, 128, 64)
 SCALE_DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 DEEP = 2048  # a shallower tile needs no second CTA
+MOST_SUMS = 64  # for each column; with more of them, the deepest step has no registers left
 
 
 def plain(product: Product) -> Product:
@@ -34,6 +36,8 @@ def plain(product: Product) -> Product:
         product.x,
         weights,
         residual=product.residual,
+        normed=product.normed,
+        norms=product.norms,
         swiglu=product.swiglu,
         out_dtype=product.out_dtype,
     )
@@ -49,7 +53,8 @@ def order_of(product: Product, weight: Int4Weight) -> Order | None:
     depth, shallowest = product.depth, sum_depth(weight)
     deep = depth > DEEP and depth % (256 * 2 * SPLIT) == 0
     split = SPLIT if deep and not product.swiglu and product.tiles * SPLIT <= NUM_SMS else 1
-    for warpgroups in (2, 3, 1):
+    # Gate and up have tiles enough for two CTAs of an SM, one warpgroup each.
+    for warpgroups in (1, 2, 3) if product.swiglu else (2, 3, 1):
         for stripe_k in STEP_DEPTHS:
             if stripe_k >= shallowest and depth % (stripe_k * warpgroups * split) == 0:
                 return Order(stripe_k, warpgroups, split)
@@ -72,6 +77,8 @@ def smem_bytes(product: Product, weight: Int4Weight, tuning: Tuning) -> int:
     partial_sums = (tuning.warpgroups * tuning.split - 1) * products * TILE_N * padded * 4
     halves = 4 if product.out_bytes == 4 else 0
     out = TILE_N * padded * (product.out_bytes + halves + (2 if product.residual else 0))
+    out += TILE_N * padded * 2 + 1024 if product.norms else 0
+    out += (1024 + REDUCTION_BYTES) * product.normed
     return x + slots * products * step + partial_sums + out + 6 * 1024
 
 
@@ -83,11 +90,12 @@ def choose_tuning(product: Product) -> Tuning | None:
     order = order_of(product, weight)
     if order is None:
         return None
+    sums = product.accumulators * padded_rows(product.rows)
     # Warps of several CTAs hide each other's latencies where tiles are many.
     most = 2 if product.tiles > NUM_SMS else 1
     for blocks_an_sm in range(most, 0, -1):
         rounds = -(-product.tiles // (NUM_SMS * blocks_an_sm))
-        for tile_k in STEP_DEPTHS if padded_rows(product.rows) == 8 else (128, 64):
+        for tile_k in STEP_DEPTHS if sums <= MOST_SUMS else STEP_DEPTHS[1:]:
             if order.stripe_k % tile_k or tile_k < sum_depth(weight):
                 continue
             for stages in (8, 6, 5, 4, 3, 2):
@@ -115,6 +123,9 @@ def unsupported(product: Product) -> str | None:
         return f"expected bfloat16 rows, got {product.x.dtype}"
     if len(weights) > 1 and not product.swiglu:
         return f"expected one weight, or gate and up with swiglu, got {len(weights)}"
+    if product.norms and (product.swiglu or product.out_dtype != jnp.bfloat16):
+        got = f"{product.out_dtype}, swiglu {product.swiglu}"
+        return f"expected a bfloat16 result without swiglu where it gets a gain, got {got}"
     if not 1 <= rows <= MOST_IN_PARTS or (rows > 8 and rows % 8):
         return f"expected 1 to 8 rows, or a multiple of 8 up to {MOST_IN_PARTS}, got {rows}"
     if any(n % TILE_N for n in product.widths):

@@ -23,12 +23,18 @@ from pallas_kernels.int4_matmul.weight import COLUMNS, DEPTHS, UNIT, Int4Weight
 from pallas_kernels.lowered_once import lowered_once
 from pallas_kernels.matmul.inputs import Inputs
 from pallas_kernels.matmul.mosaic_gpu import cluster_sum
-from pallas_kernels.matmul.mosaic_gpu.epilogue import LAYOUT, finish, load_gain_and_residual
+from pallas_kernels.matmul.mosaic_gpu.epilogue import (
+    LAYOUT,
+    finish,
+    load_gain_and_residual,
+    scale_of_norm,
+)
 from pallas_kernels.matmul.mosaic_gpu.memory import results_of, scratch_of
 from pallas_kernels.matmul.mosaic_gpu.ring import Ring
 from pallas_kernels.matmul.mosaic_gpu.sizes import Operands, Results, Scratch, Sizes
 from pallas_kernels.matmul.mosaic_gpu.tile_sum import add_up
-from pallas_kernels.matmul.plan import TILE_N, Product, Tuning
+from pallas_kernels.matmul.plan import REDUCTION_BYTES, TILE_N, Product, Tuning
+from pallas_kernels.matmul.reference import Result
 from pallas_kernels.types import Ref, Slice
 
 T = TypeVar("T")  # an array, its type, or the kernel's ref
@@ -47,19 +53,20 @@ class ByGroup(NamedTuple, Generic[T]):
 
 # Compiled as a function of its own, so that layers and programs share one kernel.
 @lowered_once(static_argnames="tuning")
-def multiply(inputs: Inputs[Int4Weight], *, tuning: Tuning | None = None) -> jax.Array:
+def multiply(inputs: Inputs[Int4Weight], *, tuning: Tuning | None = None) -> Result:
     """Run the op; see pallas_kernels.int4_matmul.int4_matmul."""
     product, weights = Product.of(inputs), inputs.weights
     tuning = tuning or choose_tuning(product)
     assert tuning is not None  # the public op has checked `unsupported`
     sizes = Sizes(plain(product), tuning)
     words = tuple(weight.words for weight in weights)
-    operands = Operands(inputs.x, words, None, inputs.residual, None)
+    operands = Operands(inputs.x, words, inputs.squares, inputs.residual, inputs.gain)
     by_group = ByGroup(
         tuple(weight.scales for weight in weights),
         tuple(weight.zeros for weight in weights if weight.zeros is not None),
     )
-    return _kernel(sizes, weights[0], operands)(operands, by_group)[0].out
+    (results,) = _kernel(sizes, weights[0], inputs.eps, operands)(operands, by_group)
+    return results.out if inputs.gain is None else (results.out, results.scaled, results.squares)
 
 
 @dataclass(frozen=True)
@@ -112,8 +119,8 @@ class _Ring(Ring):
         return lax.fori_loop(0, steps, step, (zeros,) * sizes.product.accumulators)
 
 
-def _kernel(sizes: Sizes, weight: Int4Weight, operands: Operands[jax.Array]):
-    """Return the kernel for these operands. weight: the first one."""
+def _kernel(sizes: Sizes, weight: Int4Weight, eps: float, operands: Operands[jax.Array]):
+    """Return the kernel for these operands. weight: the first one. eps: of the norm before"""
     product, tuning = sizes.product, sizes.tuning
 
     def body(
@@ -142,6 +149,7 @@ def _kernel(sizes: Sizes, weight: Int4Weight, operands: Operands[jax.Array]):
         if not tuning.weights_first:
             ring.fill_weights(turns)
         ring.await_x()
+        scale = scale_of_norm(sizes, operands, scratch, eps, wg)
 
         @pl.loop(0, tiles_here)
         def _tile(index: jax.Array) -> None:
@@ -151,13 +159,18 @@ def _kernel(sizes: Sizes, weight: Int4Weight, operands: Operands[jax.Array]):
             sums = ring.multiply(index, turns, sum_depth(weight))
 
             def finish_tile(totals: list[jax.Array]) -> None:
-                finish(sizes, results, scratch, totals, None, tile, here)
+                finish(sizes, results, scratch, totals, scale, tile, here)
 
             add_up(ring, results, sums, finishes, index, tiles_here, finish_tile)
 
         plgpu.wait_smem_to_gmem(0)
 
-    fused = {"swiglu": product.swiglu, "residual": product.residual}
+    fused = {
+        "swiglu": product.swiglu,
+        "normed": product.normed,
+        "residual": product.residual,
+        "norms": product.norms,
+    }
     names = [n for n, present in fused.items() if present]
     return plgpu.kernel(
         body,
@@ -173,6 +186,9 @@ def _kernel(sizes: Sizes, weight: Int4Weight, operands: Operands[jax.Array]):
         thread_name="wg",
         kernel_name="_".join([f"int4_matmul_{product.depth}x{product.width}", *names]),
         scratch_types=_scratch(sizes, weight, operands),
+        compiler_params=plgpu.CompilerParams(
+            reduction_scratch_bytes=REDUCTION_BYTES if product.normed else 0
+        ),
     )
 
 

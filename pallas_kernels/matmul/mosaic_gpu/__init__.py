@@ -15,7 +15,7 @@ For the same reason a kernel that would occupy whatever SMs this one leaves is n
 
 Every launch costs about two microseconds, so SwiGLU, the residual sum, and the RMS norm between
 two products are fused. The first product multiplies its rows by the norm's gain and sums the
-squares of each tile; the second divides its result by the root of their mean. (Normalising in each
+squares of each piece; the second divides its result by the root of their mean. (Normalising in each
 block took 8 to 12 microseconds; docs/notes/shared-norms.md has other attempts.)
 
 The order of summation, chosen in plan.py, depends on the weights alone. A warpgroup takes stripes
@@ -29,6 +29,7 @@ its neighbours nor on their number.
     tile_sum.py     the sums of a tile, over warpgroups
     cluster_sum.py  the sum over a cluster
     epilogue.py     norms, SwiGLU, residual sum, and the result
+    row_pieces.py   what the next product needs to know of the result's rows
 
 many_rows_swiglu.py is another kernel: gate and up of 65 to 256 rows.
 """
@@ -43,7 +44,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.lowered_once import lowered_once
 from pallas_kernels.matmul.inputs import Inputs
 from pallas_kernels.matmul.mosaic_gpu import cluster_sum
-from pallas_kernels.matmul.mosaic_gpu.epilogue import finish, load_gain_and_residual, row_scale
+from pallas_kernels.matmul.mosaic_gpu.epilogue import (
+    finish,
+    load_gain_and_residual,
+    scale_of_norm,
+)
 from pallas_kernels.matmul.mosaic_gpu.memory import results_of, scratch_of
 from pallas_kernels.matmul.mosaic_gpu.ring import Ring
 from pallas_kernels.matmul.mosaic_gpu.sizes import Operands, Results, Scratch, Sizes
@@ -92,18 +97,7 @@ def _kernel(sizes: Sizes, eps: float, operands: Operands[jax.Array]):
             ring.fill_weights(turns)
         ring.await_x()
 
-        # One warpgroup keeps the norm's factor in registers. Of several, which share the memory
-        # for sums across warps, only one may sum.
-        scale = None
-        if operands.squares is not None and scratch.scale is None:
-            scale = row_scale(sizes, operands.squares, eps)
-        elif operands.squares is not None and scratch.scale is not None:
-            squares, kept = operands.squares, scratch.scale
-
-            @pl.when(wg == 0)
-            def _keep_scale() -> None:
-                kept[...] = row_scale(sizes, squares, eps)
-                plgpu.commit_smem()
+        scale = scale_of_norm(sizes, operands, scratch, eps, wg)
 
         @pl.loop(0, tiles_here)
         def _tile(index: jax.Array) -> None:

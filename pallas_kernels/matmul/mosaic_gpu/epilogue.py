@@ -10,8 +10,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.matmul.mosaic_gpu import row_pieces
 from pallas_kernels.matmul.mosaic_gpu.sizes import Operands, Results, Scratch, Sizes
-from pallas_kernels.matmul.plan import TILE_N
+from pallas_kernels.matmul.plan import PIECE, TILE_N
 from pallas_kernels.mosaic import load
 from pallas_kernels.types import Ref, Slice
 
@@ -20,10 +21,36 @@ LAYOUT = plgpu.Layout.WGMMA
 
 def row_scale(sizes: Sizes, squares: Ref, eps: float) -> jax.Array:
     """Return the inverse of what the norm before divides each row by: float32 [padded rows]."""
-    sums, depth = load(squares, LAYOUT, optimized=False), sizes.product.depth
-    piece = plgpu.broadcasted_iota(jnp.int32, sums.shape, 0, layout=LAYOUT)
-    sums = jnp.where(piece < depth // TILE_N, sums, 0.0)
-    return lax.rsqrt(jnp.sum(sums, axis=0) / depth + eps)
+    depth, total = sizes.product.depth, None
+    for start in range(0, squares.shape[0], TILE_N):
+        sums = load(squares.at[pl.ds(start, TILE_N)], LAYOUT, optimized=False)
+        piece = start + plgpu.broadcasted_iota(jnp.int32, sums.shape, 0, layout=LAYOUT)
+        sums = jnp.where(piece < depth // PIECE, sums, 0.0)
+        total = sums if total is None else total + sums
+    assert total is not None
+    return lax.rsqrt(jnp.sum(total, axis=0) / depth + eps)
+
+
+def scale_of_norm(
+    sizes: Sizes, operands: Operands[Ref], scratch: Scratch[Ref], eps: float, wg: jax.Array
+) -> jax.Array | None:
+    """Return row_scale for `finish`, None without a norm before or if it is kept in scratch.scale.
+
+    One warpgroup keeps it in registers. Of several, which share the memory for sums across warps,
+    only one may sum.
+    """
+    if operands.squares is None:
+        return None
+    squares, kept = operands.squares, scratch.scale
+    if kept is None:
+        return row_scale(sizes, squares, eps)
+
+    @pl.when(wg == 0)
+    def _keep() -> None:
+        kept[...] = row_scale(sizes, squares, eps)
+        plgpu.commit_smem()
+
+    return None
 
 
 def load_gain_and_residual(
@@ -90,15 +117,13 @@ def finish(
         residual = scratch.residual.transpose((1, 0))[...].astype(jnp.float32)
         total = (residual + total.astype(jnp.float32)).astype(out_dtype)
     plgpu.wait_smem_to_gmem(0)  # the tile before has left scratch.out
-    if scratch.gain is not None and scratch.scaled is not None and scratch.squares is not None:
+    measured = total
+    if scratch.gain is not None and scratch.scaled is not None:
         plgpu.barrier_wait(scratch.gain_ready)
         gain = load(scratch.gain, LAYOUT.reduce(1), optimized=False).astype(jnp.float32)
         value = total.astype(jnp.float32)
-        scaled = value * lax.broadcast_in_dim(gain, value.shape, [0])
-        scratch.scaled.transpose((1, 0))[...] = scaled.astype(out_dtype)
-        scratch.squares[...] = jnp.sum(value * value, axis=0)
-    if scratch.largest is not None:
-        scratch.largest[...] = jnp.max(jnp.abs(total.astype(jnp.float32)), axis=0)
+        measured = (value * lax.broadcast_in_dim(gain, value.shape, [0])).astype(out_dtype)
+        scratch.scaled.transpose((1, 0))[...] = measured
     if scratch.halves is not None:
         scratch.out[...] = by_row(total, scratch.halves)
     else:
@@ -107,7 +132,8 @@ def finish(
     plgpu.copy_smem_to_gmem(scratch.out, results.out.at[here])
     if scratch.scaled is not None and results.scaled is not None:
         plgpu.copy_smem_to_gmem(scratch.scaled, results.scaled.at[here])
-    if scratch.squares is not None and results.squares is not None:
-        plgpu.copy_smem_to_gmem(scratch.squares, results.squares.at[tile])
-    if scratch.largest is not None and results.largest is not None:
-        plgpu.copy_smem_to_gmem(scratch.largest, results.largest.at[tile])
+    # While the copies run.
+    if results.squares is not None:
+        row_pieces.store_squares(total.astype(jnp.float32), results.squares, tile)
+    if results.largest is not None:
+        row_pieces.store_largest(measured.astype(jnp.float32), results.largest, tile)

@@ -16,14 +16,12 @@ def results_of(sizes: Sizes) -> Results[jax.ShapeDtypeStruct]:
     """Return the kernel's results."""
     product = sizes.product
     out = jax.ShapeDtypeStruct((product.rows, product.width), product.out_dtype)
-    squares = jax.ShapeDtypeStruct((num_pieces(product.width), sizes.padded), jnp.float32)
+    pieces = jax.ShapeDtypeStruct((num_pieces(product.width), sizes.padded), jnp.float32)
     return Results(
         out=out,
         scaled=out if product.norms else None,
-        squares=squares if product.norms else None,
-        largest=jax.ShapeDtypeStruct((sizes.num_tiles, sizes.padded), jnp.float32)
-        if product.measures
-        else None,
+        squares=pieces if product.norms else None,
+        largest=pieces if product.measures else None,
         shares=cluster_sum.outputs(sizes),
     )
 
@@ -53,8 +51,6 @@ def scratch_of(
         scale=plgpu.SMEM((padded,), jnp.float32) if product.normed and others else None,
         gain=None if gain is None else plgpu.SMEM((TILE_N,), gain.dtype),
         scaled=None if gain is None else plgpu.SMEM((padded, TILE_N), out_dtype),
-        squares=None if gain is None else plgpu.SMEM((padded,), jnp.float32),
-        largest=plgpu.SMEM((padded,), jnp.float32) if product.measures else None,
         by_row=None,
         full=plgpu.Barrier(num_barriers=slots, num_arrivals=copies),
         x_ready=plgpu.Barrier(num_barriers=others + 1, num_arrivals=sizes.steps)

@@ -32,7 +32,8 @@ class Results(NamedTuple, Generic[T]):
     out:     [rows, width]
     scaled:  [rows, width], out times the gain; with a gain
     squares: float32 [num_pieces, padded rows], sums of out's squares; with a gain
-    largest: float32 [tiles, padded rows], largest magnitudes of out; of a product that measures
+    largest: float32 [num_pieces, padded rows], largest magnitudes of scaled, or of out without a
+             gain; of a product that measures
     shares:  of cluster_sum.outputs; in the interpreter
     """
 
@@ -54,8 +55,6 @@ class Scratch(NamedTuple, Generic[T]):
     residual, gain: a tile of each
     scale:    the norm's factor of each row
     scaled:   a tile of the result times the gain
-    squares:  sums of a tile's squares
-    largest:  largest magnitudes of a tile
     by_row:   of a product that quantises: each warp's reductions of the rows, and their scales; see
               fp8_matmul's own_rows.with_scratch
 
@@ -76,8 +75,6 @@ class Scratch(NamedTuple, Generic[T]):
     scale: T | None
     gain: T | None
     scaled: T | None
-    squares: T | None
-    largest: T | None
     by_row: T | None
     full: Barrier
     x_ready: Barrier

@@ -1,0 +1,267 @@
+"""The RMS norm between two products of quantised weights, shared by both: the result is the norm's,
+and a row's bits do not depend on its neighbours."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import fp8_matmul as fp8
+from pallas_kernels import int4_matmul as int4
+from pallas_kernels.matmul import Inputs
+from tests.kernels.interpreter import interpreted, needs_mosaic
+from tests.kernels.test_fp8_matmul import TOLERANCE, bits, dequantised, fp8_weight, quantised
+from tests.kernels.test_int4_matmul import int4_weight
+
+EPS = 1e-5
+FORMS = ("fp8", "int4")
+
+
+@dataclass(frozen=True)
+class Pair:
+    """residual + x [rows, depth] @ [depth, width], normed, then into products of `widths`."""
+
+    rows: int
+    depth: int
+    width: int
+    widths: tuple[int, ...]
+
+    @property
+    def swiglu(self) -> bool:
+        return len(self.widths) > 1
+
+
+SMALL = {
+    "one row": Pair(1, 256, 1024, (64,)),
+    "two CTAs a tile before and after": Pair(3, 4096, 4096, (64,)),
+    "eight rows, gate and up": Pair(8, 256, 1024, (64, 64)),
+    "tiles that are no multiple of a wgmma's columns": Pair(2, 256, 5120, (64,)),
+    "sixteen rows": Pair(16, 256, 1024, (64, 64)),
+    "40 rows, padded to 64": Pair(40, 256, 1024, (64,)),
+}
+REAL = {
+    f"{name} rows {rows}": Pair(rows, *pair)
+    for rows in (1, 4, 8, 16, 64)
+    for name, pair in {
+        "llama-3-8b o, gate_up": (4096, 4096, (14336, 14336)),
+        "llama-3-8b down, qkv": (14336, 4096, (6144,)),
+    }.items()
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """The first product, the weights of the second, and both sides' weights in float64."""
+
+    first: Inputs[Any]
+    weights: tuple[Any, ...]
+    arrays: tuple[np.ndarray, ...]
+
+    def take(self, rows: int) -> Case:
+        return replace(self, first=self.first.take_rows(0, rows))
+
+
+def make_case(pair: Pair, form: str, seed: int = 0) -> Case:
+    """Rows of the stream differ in size by up to 100, as a model's do."""
+    keys = iter(jax.random.split(jax.random.key(seed), 3))
+    sizes = jnp.logspace(-1, 1, pair.rows)[:, None]
+
+    def normal(*shape: int) -> jax.Array:
+        return jax.random.normal(next(keys), shape, jnp.float32)
+
+    def weight(seed: int, width: int, depth: int) -> tuple[Any, np.ndarray]:
+        if form == "fp8":
+            made = fp8_weight(seed, width, depth, "channel")
+            return made, dequantised(made).T
+        return int4_weight(seed, width, depth, group=128, zeros=seed % 2 == 1)
+
+    first, _ = weight(seed, pair.width, pair.depth)
+    made = [weight(seed + 1 + 2 * i, width, pair.width) for i, width in enumerate(pair.widths)]
+    inputs = Inputs(
+        x=(normal(pair.rows, pair.depth) * sizes).astype(jnp.bfloat16),
+        weights=(first,),
+        residual=(normal(pair.rows, pair.width) * sizes).astype(jnp.bfloat16),
+        gain=(1 + normal(pair.width) / 2).astype(jnp.bfloat16),
+    )
+    return Case(inputs, tuple(w for w, _ in made), tuple(array for _, array in made))
+
+
+def run(pair: Pair, case: Case, form: str) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The stream, the rows times the gain, and the second product."""
+
+    def second(scaled: jax.Array, squares: jax.Array) -> Inputs[Any]:
+        return Inputs(x=scaled, weights=case.weights, squares=squares, eps=EPS, swiglu=pair.swiglu)
+
+    with interpreted():
+        if form == "fp8":
+            stream, scaled, squares, largest = fp8.product_for_norm(
+                case.first, implementation="mosaic_gpu"
+            )
+            made = fp8.fp8_matmul(
+                second(scaled, squares), largest=largest, implementation="mosaic_gpu"
+            )
+        else:
+            stream, scaled, squares = int4.int4_matmul(case.first, implementation="mosaic_gpu")
+            made = int4.int4_matmul(second(scaled, squares), implementation="mosaic_gpu")
+    assert isinstance(made, jax.Array)
+    return stream, scaled, made
+
+
+def ground_truth(pair: Pair, case: Case, form: str, stream: Any, scaled: Any) -> np.ndarray:
+    """float64, from the stream and the rows times the gain as they were rounded."""
+    wide, rows = np.asarray(stream, np.float64), np.asarray(scaled, np.float64)
+    gain = np.asarray(case.first.gain, np.float64)
+    np.testing.assert_allclose(rows, wide * gain, rtol=2.0**-8)
+    if form == "fp8":
+        rows = quantised(scaled, case.weights[0])
+    normed = rows / np.sqrt(np.square(wide).mean(axis=1, keepdims=True) + EPS)
+    results = [normed @ array for array in case.arrays]
+    if pair.swiglu:
+        gate, up = results
+        return gate / (1 + np.exp(np.minimum(-gate, 700.0))) * up
+    return np.concatenate(results, axis=1)
+
+
+def assert_right(pair: Pair, form: str, largest_error: float | None = None) -> None:
+    assert fp8.shares_norm(pair.rows, pair.width, ()) and int4.shares_norm(pair.rows, pair.width)
+    case = make_case(pair, form)
+    stream, scaled, got = run(pair, case, form)
+    alone = replace(case.first, gain=None)
+    with interpreted():
+        if form == "fp8":
+            alone = fp8.fp8_matmul(alone, implementation="mosaic_gpu")
+        else:
+            alone = int4.int4_matmul(alone, implementation="mosaic_gpu")
+    np.testing.assert_array_equal(bits(stream), bits(alone))
+    expected = ground_truth(pair, case, form, stream, scaled)
+    error = np.abs(np.asarray(got, np.float64) - expected)
+    error /= np.abs(expected) + np.sqrt(np.square(expected).mean(axis=1, keepdims=True))
+    largest_error = largest_error or TOLERANCE["swiglu" if pair.swiglu else "bfloat16"]
+    assert error.max() <= largest_error, error.max()
+    assert np.sqrt(np.square(error).mean()) <= TOLERANCE["bfloat16"]
+
+
+def assert_same_bits(pair: Pair, form: str, counts: tuple[int, ...]) -> None:
+    case = make_case(pair, form, seed=1)
+    whole = run(pair, case, form)
+    for count in counts:
+        for got, expected in zip(run(pair, case.take(count), form), whole, strict=True):
+            message = f"{count} of {pair.rows} rows"
+            np.testing.assert_array_equal(bits(got), bits(expected[:count]), err_msg=message)
+
+
+@needs_mosaic
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("name", SMALL)
+def test_equals_the_norm_and_the_products(name: str, form: str) -> None:
+    assert_right(SMALL[name], form)
+
+
+@needs_mosaic
+@pytest.mark.parametrize("form", FORMS)
+def test_a_rows_bits_do_not_depend_on_its_neighbours(form: str) -> None:
+    assert_same_bits(Pair(24, 256, 1024, (64,)), form, (1, 3, 8, 16))
+
+
+@needs_mosaic
+def test_more_rows_than_the_kernel_takes_at_once_share_a_norm_in_int4() -> None:
+    assert int4.shares_norm(72, 1024)
+    assert_same_bits(Pair(72, 256, 1024, (64,)), "int4", (8, 64))
+
+
+@needs_mosaic
+def test_which_products_share_a_norm() -> None:
+    token, block = fp8_weight(0, 64, 64, "channel"), fp8_weight(0, 64, 64, "block")
+    for rows in (1, 8, 64):
+        assert fp8.shares_norm(rows, 4096, (token, token)) and int4.shares_norm(rows, 576)
+        assert not fp8.shares_norm(rows, 4096, (token, block))
+        assert not fp8.shares_norm(rows, 576, (token,)) and not int4.shares_norm(rows, 16384)
+    assert not fp8.shares_norm(65, 4096, (token,)) and not int4.shares_norm(257, 4096)
+
+
+@needs_mosaic
+def test_a_product_that_no_kernel_makes_is_refused() -> None:
+    case = make_case(Pair(2, 256, 1024, (64,)), "fp8")
+    with pytest.raises(ValueError, match="expected a kernel, a gain and at most 64 rows"):
+        fp8.product_for_norm(case.first, implementation="reference")
+    with interpreted(), pytest.raises(ValueError, match="gain False"):
+        alone = replace(case.first, gain=None)
+        fp8.product_for_norm(alone, implementation="mosaic_gpu")
+    with pytest.raises(ValueError, match="expected no gain or transposed weights"):
+        fp8.fp8_matmul(case.first)
+
+
+@needs_mosaic
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"swiglu": True}, "expected a bfloat16 result without swiglu where it gets a gain"),
+        ({"out_dtype": jnp.float32}, "expected a bfloat16 result without swiglu where it gets"),
+        ({"rows": 256}, None),
+        ({}, None),
+    ],
+)
+def test_which_int4_products_prepare_a_norm(change: dict[str, Any], message: str | None) -> None:
+    weight, _ = int4_weight(0, 64, 128, group=128, zeros=False)
+    rows, swiglu = change.get("rows", 8), change.get("swiglu", False)
+    x = jax.ShapeDtypeStruct((rows, 128), jnp.bfloat16)
+    product = int4.Product(
+        x,
+        (weight,) * (1 + swiglu),
+        norms=True,
+        swiglu=swiglu,
+        out_dtype=change.get("out_dtype", jnp.bfloat16),
+    )
+    reason = int4.unsupported(product)
+    assert (reason is None) if message is None else message in str(reason)
+
+
+@pytest.mark.parametrize("form", ["block", "static"])
+def test_squares_go_with_scales_of_tokens(form: str) -> None:
+    inputs = Inputs(
+        x=jnp.ones((2, 256), jnp.bfloat16),
+        weights=(fp8_weight(0, 64, 256, form),),
+        squares=jnp.ones((4, 2)),
+    )
+    with pytest.raises(ValueError, match="squares: expected none with"):
+        fp8.fp8_matmul(inputs)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_reference_completes_a_norm(form: str) -> None:
+    pair = Pair(3, 256, 1024, (64, 64))
+    case = make_case(pair, form)
+    stream, gain = case.first.residual, case.first.gain
+    assert stream is not None and gain is not None
+    wide = stream.astype(jnp.float32)
+    scaled = (wide * gain.astype(jnp.float32)).astype(jnp.bfloat16)
+    squares = jnp.square(wide).reshape(3, 16, 64).sum(2).T
+    second = Inputs(x=scaled, weights=case.weights, squares=squares, eps=EPS, swiglu=True)
+    got: Any = fp8.fp8_matmul(second) if form == "fp8" else int4.int4_matmul(second)
+    expected = ground_truth(pair, case, form, stream, scaled)
+    error = np.abs(np.asarray(got, np.float64) - expected)
+    error /= np.abs(expected) + np.sqrt(np.square(expected).mean(axis=1, keepdims=True))
+    assert error.max() <= TOLERANCE["swiglu"]
+
+
+# ---- on the device
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("name", [*SMALL, *REAL])
+def test_equals_the_norm_and_the_products_on_the_gpu(name: str, form: str) -> None:
+    """A GPU divides within two units in the last place, so a code may be the next one."""
+    assert_right((SMALL | REAL)[name], form, largest_error=0.2 if form == "fp8" else None)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("name", [name for name in REAL if name.endswith("rows 64")])
+def test_bits_on_the_gpu_do_not_depend_on_neighbours(name: str, form: str) -> None:
+    assert_same_bits(REAL[name], form, (1, 2, 4, 6, 8, 16, 32, 56))
