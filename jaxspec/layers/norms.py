@@ -16,8 +16,9 @@ class Norm:
 
     gain:    [D]
     eps:     epsilon under the root, static
-    weights: of the projection; two are gate and up. Several devices begin to read them while they
-             exchange; () for none
+    weights: of the projection; two are gate and up; () if they are not known. A product with such
+             weights before the norm may share it. Several devices begin to read them while they
+             exchange
     """
 
     gain: jax.Array

@@ -28,9 +28,9 @@ FEW_ROWS, SWIGLU_ROWS = 64, (128, 256)  # at most; rows that the kernel of gate 
 
 @struct.dataclass
 class DeferredNorm:
-    """A norm that the next product completes, in the form that the matmul op takes.
+    """A norm that the next product completes, as the op of its weights takes it.
 
-    form:    type of the weights that the product before multiplied by, static; those of the next
+    kind:    type of the weights that the product before multiplied by, static; those of the next
              have the same
     scaled:  [batch * rows, D], the rows times the norm's gain
     squares: float32 [pieces, batch * rows or more], partial sums of the rows' squares
@@ -38,7 +38,7 @@ class DeferredNorm:
              next product quantises it
     """
 
-    form: type[AnyWeight] = struct.field(pytree_node=False)
+    kind: type[AnyWeight] = struct.field(pytree_node=False)
     scaled: jax.Array
     squares: jax.Array
     largest: jax.Array | None = None
@@ -274,7 +274,7 @@ def add_projection(
 
     beside:    another term of the block's output, [batch, rows, D], such as that of its experts
     next_norm: the norm that follows. The sum comes prepared for it where the kernels of product and
-    norm are chosen, the norm's weights have the form of this one and there is no bias. The sum of
+    norm are chosen, the norm's weights are of this one's type and there is no bias. The sum of
     several devices comes normed already.
     """
     if ops.layers.size > 1:
@@ -355,7 +355,7 @@ def _multiply(
     rows = math.prod(shape)
     operands = _Operands.of(weights)
     deferred = stream.deferred_norm if norm is not None else None
-    if deferred is not None and deferred.form is not operands.kind:
+    if deferred is not None and deferred.kind is not operands.kind:
         deferred = None
     implementation, padding = _choose_backend(
         jax.ShapeDtypeStruct((rows, depth), stream.x.dtype),
@@ -394,8 +394,10 @@ def _multiply(
         transposed=operands.transposed,
         out_dtype=form.out_dtype,
     )
-    largest = stream.largest if norm is None else None
-    largest = largest if deferred is None else deferred.largest
+    if norm is None:
+        largest = stream.largest
+    else:
+        largest = None if deferred is None else deferred.largest
     if _measures(rows + padding, operands, next_weight, ops, implementation):
         out, found = fp8_op.measured_swiglu(
             inputs, norm=row_norm, largest=largest, implementation=implementation
@@ -404,9 +406,10 @@ def _multiply(
     made = operands.multiply(inputs, row_norm, largest, implementation)
     if not isinstance(made, tuple):
         return ResidualStream(made[:rows].reshape(*shape, -1))
-    out, scaled, *found = made
-    deferred = DeferredNorm(operands.kind, scaled[:rows], *found)
-    return ResidualStream(out[:rows].reshape(*shape, -1), deferred)
+    out, scaled, squares = made[:3]
+    found = made.largest if isinstance(made, fp8_op.BeforeNorm) else None
+    prepared = DeferredNorm(operands.kind, scaled[:rows], squares, found)
+    return ResidualStream(out[:rows].reshape(*shape, -1), prepared)
 
 
 def _measures(

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels import hopper
 from pallas_kernels.fp8_matmul import reference
-from pallas_kernels.fp8_matmul.rows import RowNorm, Rows, quantise
+from pallas_kernels.fp8_matmul.rows import BeforeNorm, RowNorm, Rows, quantise
 from pallas_kernels.fp8_matmul.weight import (
     ACTIVATIONS,
     BLOCK,
@@ -46,21 +45,6 @@ __all__ = [
     "takes_norm",
     "unsupported",
 ]
-
-
-class BeforeNorm(NamedTuple):
-    """The result of a product, and what the product after its norm needs.
-
-    out:     [rows, width], the result
-    scaled:  [rows, width], out times the norm's gain
-    squares: float32 [pieces, rows or more], sums over pieces of a row of out's squares
-    largest: float32 [pieces, rows or more], largest magnitudes of scaled
-    """
-
-    out: jax.Array
-    scaled: jax.Array
-    squares: jax.Array
-    largest: jax.Array
 
 
 def fp8_matmul(
@@ -103,7 +87,8 @@ def measured_swiglu(
 ) -> tuple[jax.Array, jax.Array]:
     """Return fp8_matmul of gate and up, and the largest magnitudes in it, for the product after it.
 
-    The latter are float32 [pieces of a row, rows or more]. See takes_largest.
+    The latter are float32 [pieces of a row, rows or more]. See takes_largest; for norm and largest
+    (of the rows), fp8_matmul.
 
     Raises ValueError as fp8_matmul does, and for what kernels of few rows do not make: a product
     without SwiGLU, more than 64 rows, and the reference.
@@ -122,9 +107,11 @@ def measured_swiglu(
 
 
 def product_for_norm(
-    inputs: Inputs[Fp8Weight], *, largest: jax.Array | None = None, implementation: str
+    inputs: Inputs[Fp8Weight], *, largest: jax.Array | None, implementation: str
 ) -> BeforeNorm:
     """Return fp8_matmul of inputs with a gain, and what the product after the norm needs.
+
+    largest: see fp8_matmul
 
     Raises ValueError as fp8_matmul does, and for what kernels of few rows do not make: a product
     without a gain, more than 64 rows, and the reference.
@@ -137,9 +124,7 @@ def product_for_norm(
         )
     from pallas_kernels.fp8_matmul import mosaic_gpu
 
-    made = mosaic_gpu.fp8_matmul(inputs, None, largest, measures=True)
-    assert made.scaled is not None and made.squares is not None and made.largest is not None
-    return BeforeNorm(made.out, made.scaled, made.squares, made.largest)
+    return mosaic_gpu.product_for_norm(inputs, largest)
 
 
 def shares_norm(rows: int, width: int, weights: Sequence[Fp8Weight]) -> bool:
@@ -148,9 +133,11 @@ def shares_norm(rows: int, width: int, weights: Sequence[Fp8Weight]) -> bool:
     width:   of the rows under the norm
     weights: of the product before it and of those after it
 
-    Shared or not, the norm has other bits. So the answer is one for all rows that the kernel for
-    few rows takes.
+    A shared norm has other bits than a separate one. So the answer is the same for all numbers of
+    rows that the kernel for few rows takes.
     """
+    if hopper.too_old():
+        return False
     from pallas_kernels.fp8_matmul import mosaic_gpu
 
     return mosaic_gpu.shares_norm(rows, width, weights)
@@ -177,12 +164,18 @@ def _runs_kernel(
     gains: whether inputs may have a gain
     """
     check(inputs, gains=gains)
+    if norm is not None and inputs.squares is not None:
+        raise ValueError("squares: expected none with a norm, got an array")
     if norm is not None and norm.gain.shape != inputs.x.shape[1:]:
         raise ValueError(f"gain: expected {inputs.x.shape[1:]}, got {norm.gain.shape}")
 
     def reason() -> str | None:
         if found := hopper.missing() or unsupported(Product.of(inputs)):
             return found
+        rows, depth = inputs.x.shape
+        if inputs.squares is not None and not shares_norm(rows, depth, inputs.weights):
+            expected = f"squares of at most {plan.MAX_ROWS} rows of a multiple of 1024 values"
+            return f"expected {expected}, got {rows} of {depth}"
         return None if norm is None else _not_quantised(inputs.x.shape[1])
 
     return runs_kernel("fp8_matmul", implementation, reason)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +24,22 @@ class RowNorm:
 
     gain: jax.Array
     eps: float = field(metadata=STATIC)
+
+
+class BeforeNorm(NamedTuple):
+    """The result of a product, and what the product after its norm needs.
+
+    out:     [rows, width], the result
+    scaled:  [rows, width], out times the norm's gain
+    squares: float32 [pieces, rows or more], sums over pieces of a row of out's squares
+    largest: float32 [pieces, rows or more], largest magnitudes of scaled; None if the next product
+             does not quantise its rows itself
+    """
+
+    out: jax.Array
+    scaled: jax.Array
+    squares: jax.Array
+    largest: jax.Array | None
 
 
 @jax.tree_util.register_dataclass

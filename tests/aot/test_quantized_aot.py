@@ -94,7 +94,7 @@ def test_int4_compiles_to_one_kernel_without_spills(name: str) -> None:
     assert not re.findall(OTHER_WORK, hlo), hlo
 
 
-@pytest.mark.parametrize("rows", [1, 4, 8, 16, 64])
+@pytest.mark.parametrize("rows", [1, 4, 8, 16, 32, 64])
 @pytest.mark.parametrize(("first", "second"), [("o", "gate_up"), ("down", "qkv")])
 @pytest.mark.parametrize("form", ["fp8", "int4"])
 def test_a_norm_that_two_products_share_takes_no_kernel(

@@ -35,7 +35,7 @@ SMALL = {
     "three rows": Pair(3, 256, 192, (64, 128)),
     "eight rows": Pair(8, 128, 128, (64, 64), swiglu=True),
     "three warpgroups, which share the memory of their sums": Pair(3, 192, 192, (64,)),
-    "more tiles than one wgmma has columns": Pair(2, 64, 4160, (64,)),
+    "more pieces than one wgmma has columns": Pair(2, 64, 1088, (64,)),
     "sixteen rows": Pair(16, 128, 128, (64, 64), swiglu=True),
 }
 REAL = {

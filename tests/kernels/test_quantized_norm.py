@@ -30,6 +30,8 @@ class Pair:
     depth: int
     width: int
     widths: tuple[int, ...]
+    out_dtype: str = "bfloat16"
+    group: int = 128  # of int4
 
     @property
     def swiglu(self) -> bool:
@@ -38,11 +40,18 @@ class Pair:
 
 SMALL = {
     "one row": Pair(1, 256, 1024, (64,)),
-    "two CTAs a tile before and after": Pair(3, 4096, 4096, (64,)),
+    "two CTAs a tile before": Pair(3, 4096, 1024, (64,)),
+    "two CTAs a tile after": Pair(3, 256, 4096, (64,)),
     "eight rows, gate and up": Pair(8, 256, 1024, (64, 64)),
-    "tiles that are no multiple of a wgmma's columns": Pair(2, 256, 5120, (64,)),
     "sixteen rows": Pair(16, 256, 1024, (64, 64)),
     "40 rows, padded to 64": Pair(40, 256, 1024, (64,)),
+    "a float32 result": Pair(3, 256, 1024, (64,), out_dtype="float32"),
+}
+# Pieces that are never written, and rows in parts: int4 alone takes them.
+INT4 = {
+    "fewer pieces than a wgmma has columns": Pair(3, 128, 576, (64,), group=64),
+    "pieces past two wgmmas": Pair(3, 64, 2880, (64,), group=64),
+    "104 rows, 64 and 40 padded to 64": Pair(104, 64, 640, (64,), group=64),
 }
 REAL = {
     f"{name} rows {rows}": Pair(rows, *pair)
@@ -78,7 +87,7 @@ def make_case(pair: Pair, form: str, seed: int = 0) -> Case:
         if form == "fp8":
             made = fp8_weight(seed, width, depth, "channel")
             return made, dequantised(made).T
-        return int4_weight(seed, width, depth, group=128, zeros=seed % 2 == 1)
+        return int4_weight(seed, width, depth, group=pair.group, zeros=seed % 2 == 1)
 
     first, _ = weight(seed, pair.width, pair.depth)
     made = [weight(seed + 1 + 2 * i, width, pair.width) for i, width in enumerate(pair.widths)]
@@ -95,12 +104,19 @@ def run(pair: Pair, case: Case, form: str) -> tuple[jax.Array, jax.Array, jax.Ar
     """The stream, the rows times the gain, and the second product."""
 
     def second(scaled: jax.Array, squares: jax.Array) -> Inputs[Any]:
-        return Inputs(x=scaled, weights=case.weights, squares=squares, eps=EPS, swiglu=pair.swiglu)
+        return Inputs(
+            x=scaled,
+            weights=case.weights,
+            squares=squares,
+            eps=EPS,
+            swiglu=pair.swiglu,
+            out_dtype=jnp.dtype(pair.out_dtype),
+        )
 
     with interpreted():
         if form == "fp8":
             stream, scaled, squares, largest = fp8.product_for_norm(
-                case.first, implementation="mosaic_gpu"
+                case.first, largest=None, implementation="mosaic_gpu"
             )
             made = fp8.fp8_matmul(
                 second(scaled, squares), largest=largest, implementation="mosaic_gpu"
@@ -128,7 +144,10 @@ def ground_truth(pair: Pair, case: Case, form: str, stream: Any, scaled: Any) ->
 
 
 def assert_right(pair: Pair, form: str, largest_error: float | None = None) -> None:
-    assert fp8.shares_norm(pair.rows, pair.width, ()) and int4.shares_norm(pair.rows, pair.width)
+    if form == "fp8":
+        assert fp8.shares_norm(pair.rows, pair.width, ())
+    else:
+        assert int4.shares_norm(pair.rows, pair.width)
     case = make_case(pair, form)
     stream, scaled, got = run(pair, case, form)
     alone = replace(case.first, gain=None)
@@ -141,7 +160,7 @@ def assert_right(pair: Pair, form: str, largest_error: float | None = None) -> N
     expected = ground_truth(pair, case, form, stream, scaled)
     error = np.abs(np.asarray(got, np.float64) - expected)
     error /= np.abs(expected) + np.sqrt(np.square(expected).mean(axis=1, keepdims=True))
-    largest_error = largest_error or TOLERANCE["swiglu" if pair.swiglu else "bfloat16"]
+    largest_error = largest_error or TOLERANCE["swiglu" if pair.swiglu else pair.out_dtype]
     assert error.max() <= largest_error, error.max()
     assert np.sqrt(np.square(error).mean()) <= TOLERANCE["bfloat16"]
 
@@ -160,6 +179,42 @@ def assert_same_bits(pair: Pair, form: str, counts: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("name", SMALL)
 def test_equals_the_norm_and_the_products(name: str, form: str) -> None:
     assert_right(SMALL[name], form)
+
+
+@needs_mosaic
+@pytest.mark.parametrize("name", INT4)
+def test_int4_equals_the_norm_and_the_products(name: str) -> None:
+    assert_right(INT4[name], "int4")
+
+
+@needs_mosaic
+@pytest.mark.parametrize("rows", [5, 16])
+def test_a_layers_products_have_the_bits_of_products_that_look_for_magnitudes(rows: int) -> None:
+    """gate and up, down and qkv: what each product finds for the next one changes no bits."""
+    o = make_case(Pair(rows, 256, 1024, (1024, 1024)), "fp8")
+    down, qkv = (fp8_weight(seed, width, 1024, "channel") for seed, width in ((7, 1024), (8, 64)))
+    kernel: Any = "mosaic_gpu"
+    with interpreted():
+        before = fp8.product_for_norm(o.first, largest=None, implementation=kernel)
+        assert (before.largest is not None) == (rows <= 8)
+        inner = Inputs(
+            x=before.scaled, weights=o.weights, squares=before.squares, eps=EPS, swiglu=True
+        )
+        x, largest = fp8.measured_swiglu(inner, largest=before.largest, implementation=kernel)
+        alone = fp8.fp8_matmul(inner, implementation=kernel)
+        np.testing.assert_array_equal(bits(x), bits(alone))
+        end = Inputs(x=x, weights=(down,), residual=before.out, gain=o.first.gain)
+        known = largest if fp8.takes_largest(rows, down, kernel) else None
+        assert (known is not None) == (rows <= 8)
+        made, expected = (
+            fp8.product_for_norm(end, largest=found, implementation=kernel)
+            for found in (known, None)
+        )
+        for got, wanted in zip(made[:3], expected[:3], strict=True):
+            np.testing.assert_array_equal(bits(got), bits(wanted))
+        last = Inputs(x=made.scaled, weights=(qkv,), squares=made.squares, eps=EPS)
+        got = fp8.fp8_matmul(last, largest=made.largest, implementation=kernel)
+        np.testing.assert_array_equal(bits(got), bits(fp8.fp8_matmul(last, implementation=kernel)))
 
 
 @needs_mosaic
@@ -188,12 +243,28 @@ def test_which_products_share_a_norm() -> None:
 def test_a_product_that_no_kernel_makes_is_refused() -> None:
     case = make_case(Pair(2, 256, 1024, (64,)), "fp8")
     with pytest.raises(ValueError, match="expected a kernel, a gain and at most 64 rows"):
-        fp8.product_for_norm(case.first, implementation="reference")
+        fp8.product_for_norm(case.first, largest=None, implementation="reference")
     with interpreted(), pytest.raises(ValueError, match="gain False"):
         alone = replace(case.first, gain=None)
-        fp8.product_for_norm(alone, implementation="mosaic_gpu")
+        fp8.product_for_norm(alone, largest=None, implementation="mosaic_gpu")
     with pytest.raises(ValueError, match="expected no gain or transposed weights"):
         fp8.fp8_matmul(case.first)
+
+
+@needs_mosaic
+@pytest.mark.parametrize(("rows", "depth"), [(72, 1024), (4, 1280)])
+def test_squares_that_no_kernel_takes_are_refused(rows: int, depth: int) -> None:
+    inputs = Inputs(
+        x=jnp.ones((rows, depth), jnp.bfloat16),
+        weights=(fp8_weight(0, 64, depth, "channel"),),
+        squares=jnp.ones((depth // 16, rows)),
+    )
+    message = f"squares of at most 64 rows of a multiple of 1024 values, got {rows} of {depth}"
+    with interpreted(), pytest.raises(ValueError, match=message):
+        fp8.fp8_matmul(inputs, implementation="mosaic_gpu")
+    norm = fp8.RowNorm(jnp.ones((depth,), jnp.bfloat16), 1e-5)
+    with pytest.raises(ValueError, match="squares: expected none with a norm"):
+        fp8.fp8_matmul(inputs, norm=norm)
 
 
 @needs_mosaic

@@ -1,9 +1,10 @@
 """Products with fp8 weights on Hopper: the bfloat16 kernel of few rows with half of the bytes.
 
-A kernel quantises the rows. Of up to eight rows, or of one under a norm, the product does it itself
-where the depth allows it. The product streams codes [out, in] as they are stored, through the rings
-and clusters of pallas_kernels/matmul, and multiplies codes by codes (wgmma of e4m3). The scales
-multiply float32 sums: in the epilogue, or after each 128 depths where blocks have scales.
+A kernel quantises the rows. Of up to eight rows the product does it itself where the depth allows
+it; under a norm that is not shared, of one row. The product streams codes [out, in] as they are
+stored, through the rings and clusters of pallas_kernels/matmul, and multiplies codes by codes
+(wgmma of e4m3). The scales multiply float32 sums: in the epilogue, or after each 128 depths where
+blocks have scales.
 
 Hopper's tensor cores keep about 14 bits of a sum of fp8 products. So a sum ends after 128 depths,
 and registers add it to the others in float32 (DeepSeek-V3 technical report, section 3.3.2).
@@ -32,7 +33,7 @@ from pallas_kernels.fp8_matmul import rows as plain
 from pallas_kernels.fp8_matmul.mosaic_gpu import own_rows, row_parts
 from pallas_kernels.fp8_matmul.mosaic_gpu.product import Made, multiply, product_of
 from pallas_kernels.fp8_matmul.mosaic_gpu.quantise import quantise, takes
-from pallas_kernels.fp8_matmul.rows import RowNorm, Rows
+from pallas_kernels.fp8_matmul.rows import BeforeNorm, RowNorm, Rows
 from pallas_kernels.fp8_matmul.weight import Fp8Weight
 from pallas_kernels.matmul.inputs import Inputs
 from pallas_kernels.matmul.plan import MAX_ROWS, MOST_IN_PARTS, Product
@@ -56,12 +57,22 @@ def fp8_matmul(
     return multiply_quantised(quantised(inputs, norm), inputs, measures=measures)
 
 
+def product_for_norm(inputs: Inputs[Fp8Weight], largest: jax.Array | None) -> BeforeNorm:
+    """Run the op; see pallas_kernels.fp8_matmul.product_for_norm."""
+    # The next product has as many rows, and looks for the largest magnitudes of few alone.
+    measures = inputs.x.shape[0] <= row_parts.ROWS
+    made = fp8_matmul(inputs, None, largest, measures=measures)
+    assert made.scaled is not None and made.squares is not None
+    return BeforeNorm(made.out, made.scaled, made.squares, made.largest)
+
+
 def quantised(inputs: Inputs[Fp8Weight], norm: RowNorm | None = None) -> Rows:
     """Return the rows, or their norm, in fp8: from a kernel where one takes the depth."""
     x, weight = inputs.x, inputs.weights[0]
     if takes(x.shape[1]):
-        scale, squares = weight.activation_scale, inputs.squares
-        return quantise(x, weight.activation, scale, norm, squares, inputs.eps)
+        eps = 0.0 if inputs.squares is None else inputs.eps
+        scale = weight.activation_scale
+        return quantise(x, weight.activation, scale, norm, inputs.squares, eps)
     assert norm is None and inputs.squares is None
     return plain.quantise(x, weight.activation, weight.activation_scale)
 
@@ -109,4 +120,4 @@ def shares_norm(rows: int, width: int, weights: Sequence[Fp8Weight]) -> bool:
     weights: of both products
     """
     by_token = all(weight.activation == "token" for weight in weights)
-    return by_token and rows <= MAX_ROWS and takes(width) and row_parts.divides_pieces(width)
+    return by_token and rows <= MAX_ROWS and takes(width)

@@ -236,12 +236,11 @@ class OwnRows:
             steps = pl.ds(ring.resident_step(start), self.at_once)
             scratch.x.at[steps][...] = tile.astype(DTYPE)
         if scale is None:
-            scales = self._with_norm_before(scales, squares)
 
             @pl.when(ring.wg == 0)
             def _keep() -> None:
-                for row in self.rows:
-                    row_scales(scratch)[row] = scales[row]
+                for row, kept in enumerate(self._with_norm_before(scales, squares)):
+                    row_scales(scratch)[row] = kept
 
         plgpu.commit_smem()
 
@@ -294,12 +293,12 @@ class OwnRows:
         return [scale * factor for scale, factor in zip(scales, factors, strict=True)]
 
     def _reduce_pieces(self, kind: int, pieces: jax.Array) -> list[list[jax.Array]]:
-        """Return row_parts.reduce_pieces of each row. Each warpgroup reduces all pieces."""
+        """Return what each warp has found in its pieces of each row; a warpgroup reduces all."""
         by_row = self.ring.scratch.by_row
         assert by_row is not None
         shared = by_row.at[self.ring.wg, pl.ds(kind * WARPS, WARPS)]
         reduce = jnp.max if kind == MAGNITUDES else jnp.sum
-        return row_parts.reduce_pieces(reduce(pieces, axis=1), shared, self.rows)
+        return row_parts.share_between_warps(reduce(pieces, axis=1), shared, self.rows)
 
     def _rows(self, start: int) -> list[jax.Array]:
         return [self._steps(self.values.by_step.at[row], start) for row in self.rows]

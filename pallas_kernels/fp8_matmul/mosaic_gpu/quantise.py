@@ -153,7 +153,7 @@ def _squares_of(row: jax.Array, squares: Ref, shared: Ref) -> list[jax.Array]:
     rows = row_parts.ROWS
     pieces = row_parts.read_pieces(squares.at[:, :, pl.ds(lax.div(row, rows) * rows, rows)])
     shared = shared.at[row_parts.SQUARES, pl.ds(0, WARPS)]
-    [parts] = row_parts.reduce_pieces(jnp.sum(pieces, axis=1), shared, [lax.rem(row, rows)])
+    [parts] = row_parts.share_between_warps(jnp.sum(pieces, axis=1), shared, [lax.rem(row, rows)])
     return parts
 
 

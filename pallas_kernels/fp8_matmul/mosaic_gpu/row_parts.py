@@ -114,12 +114,14 @@ def read_pieces(pieces: Ref) -> jax.Array:
     return load(pieces, _PIECES_LAYOUT, optimized=False)
 
 
-def reduce_pieces(found: jax.Array, shared: Ref, rows: Iterable[Index]) -> list[list[jax.Array]]:
-    """Return what each warp has found in its pieces of each row, in the warps' order.
+def share_between_warps(
+    found: jax.Array, shared: Ref, rows: Iterable[Index]
+) -> list[list[jax.Array]]:
+    """Return what each warp has found in its pieces of some rows, in the warps' order.
 
-    found:  float32 [WARPS, ROWS], read_pieces reduced along the pieces
-    shared: the same, in shared memory
-    rows:   of ROWS
+    found:  float32 [WARPS, ROWS], of each warp: read_pieces reduced along the pieces
+    shared: float32 [WARPS, ROWS], shared memory
+    rows:   their places among ROWS
     """
     shared[...] = found
     return [[shared[warp, row] for warp in range(WARPS)] for row in rows]

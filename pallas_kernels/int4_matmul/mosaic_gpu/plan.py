@@ -53,8 +53,9 @@ def order_of(product: Product, weight: Int4Weight) -> Order | None:
     depth, shallowest = product.depth, sum_depth(weight)
     deep = depth > DEEP and depth % (256 * 2 * SPLIT) == 0
     split = SPLIT if deep and not product.swiglu and product.tiles * SPLIT <= NUM_SMS else 1
-    # Gate and up have tiles enough for two CTAs of an SM, one warpgroup each.
-    for warpgroups in (1, 2, 3) if product.swiglu else (2, 3, 1):
+    # Two CTAs of an SM, where gate and up have so many tiles, need one warpgroup each.
+    has_two_ctas = product.swiglu and product.tiles > NUM_SMS
+    for warpgroups in (1,) if has_two_ctas else (2, 3, 1):
         for stripe_k in STEP_DEPTHS:
             if stripe_k >= shallowest and depth % (stripe_k * warpgroups * split) == 0:
                 return Order(stripe_k, warpgroups, split)

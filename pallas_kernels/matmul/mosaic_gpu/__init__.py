@@ -133,5 +133,7 @@ def _kernel(sizes: Sizes, eps: float, operands: Operands[jax.Array]):
         thread_name="wg",
         kernel_name="_".join(name),
         scratch_types=[scratch_of(sizes, operands)],
-        compiler_params=plgpu.CompilerParams(reduction_scratch_bytes=REDUCTION_BYTES),
+        compiler_params=plgpu.CompilerParams(
+            reduction_scratch_bytes=REDUCTION_BYTES if product.normed else 0
+        ),
     )
