@@ -10,7 +10,10 @@ from jax._src.lib.mlir.dialects import arith, llvm
 from jax.experimental.mosaic.gpu import fragmented_array as fa
 from jax.experimental.mosaic.gpu import utils
 
-ptx = utils.inline_ptx  # pyright: ignore[reportAttributeAccessIssue]  # new in jax 0.11
+
+def ptx(code: str, *args: Any, **options: Any) -> Any:
+    """Emit an instruction: utils.inline_ptx, which is new in jax 0.11."""
+    return utils.inline_ptx(code, *args, **options)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def i32(x: int) -> Any:
