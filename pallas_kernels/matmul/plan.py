@@ -121,6 +121,12 @@ class Product:
     def out_bytes(self) -> int:
         return jnp.dtype(self.out_dtype).itemsize
 
+    def kernel_name(self, op: str) -> str:
+        """Return a name that says the op, the sizes, and what is fused."""
+        fused = ("swiglu", "normed", "residual", "norms")
+        names = (name for name in fused if getattr(self, name))
+        return "_".join([f"{op}_{self.depth}x{self.width}", *names])
+
 
 @dataclass(frozen=True)
 class Order:

@@ -329,8 +329,8 @@ def test_a_product_that_quantises_its_rows_has_the_bits_of_two_kernels(
     )
     largest = None
     if is_measured:
-        tiles = jnp.max(jnp.abs(x.astype(jnp.float32)).reshape(rows, -1, 16), axis=2)
-        largest = jnp.pad(tiles.T, ((0, 0), (0, 8 - rows)), constant_values=jnp.nan)
+        pieces = jnp.max(jnp.abs(x.astype(jnp.float32)).reshape(rows, -1, 16), axis=2)
+        largest = jnp.pad(pieces.T, ((0, 0), (0, 8 - rows)), constant_values=jnp.nan)
     with interpreted():
         expected = separate(inputs)
         assert any(kernel.startswith("quantise") for kernel in kernels)

@@ -103,6 +103,12 @@ def ground_truth(pair: Pair, inputs: dict[str, Any], stream: np.ndarray) -> np.n
     )
 
 
+def errors(result: Any, expected: np.ndarray) -> np.ndarray:
+    """In units of a value's size plus the root mean square of its row."""
+    size = np.abs(expected) + np.sqrt(np.square(expected).mean(axis=1, keepdims=True))
+    return np.abs(np.asarray(result, np.float64) - expected) / size
+
+
 def assert_right(pair: Pair, inputs: dict[str, Any], implementation: str) -> None:
     stream, result = run(pair, inputs, implementation)
     alone = matmul(replace(first_product(inputs), gain=None))
@@ -115,9 +121,7 @@ def assert_right(pair: Pair, inputs: dict[str, Any], implementation: str) -> Non
         atol=2.0**-7 * np.abs(stream).max(),
     )
     expected = ground_truth(pair, inputs, stream)
-    error = np.abs(result - expected) / (
-        np.abs(expected) + np.sqrt(np.square(expected).mean(axis=1, keepdims=True))
-    )
+    error = errors(result, expected)
     # x times the gain is rounded to 2^-9, the result likewise; SwiGLU rounds three values more
     # (test_matmul's tolerances).
     assert error.max() <= (6 if pair.swiglu else 3) * 2.0**-8 and np.median(error) <= 2.0**-8, (

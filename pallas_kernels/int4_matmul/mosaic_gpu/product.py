@@ -165,13 +165,6 @@ def _kernel(sizes: Sizes, weight: Int4Weight, eps: float, operands: Operands[jax
 
         plgpu.wait_smem_to_gmem(0)
 
-    fused = {
-        "swiglu": product.swiglu,
-        "normed": product.normed,
-        "residual": product.residual,
-        "norms": product.norms,
-    }
-    names = [n for n, present in fused.items() if present]
     return plgpu.kernel(
         body,
         out_type=(results_of(sizes),),
@@ -184,7 +177,7 @@ def _kernel(sizes: Sizes, weight: Int4Weight, eps: float, operands: Operands[jax
         ),
         num_threads=tuning.warpgroups,
         thread_name="wg",
-        kernel_name="_".join([f"int4_matmul_{product.depth}x{product.width}", *names]),
+        kernel_name=product.kernel_name("int4_matmul"),
         scratch_types=_scratch(sizes, weight, operands),
         compiler_params=plgpu.CompilerParams(
             reduction_scratch_bytes=REDUCTION_BYTES if product.normed else 0

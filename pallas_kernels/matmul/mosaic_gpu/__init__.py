@@ -113,16 +113,6 @@ def _kernel(sizes: Sizes, eps: float, operands: Operands[jax.Array]):
 
         plgpu.wait_smem_to_gmem(0)
 
-    fused = {
-        "swiglu": product.swiglu,
-        "normed": product.normed,
-        "residual": product.residual,
-        "norms": product.norms,
-    }
-    name = [
-        f"matmul_{product.depth}x{product.width}",
-        *(n for n, present in fused.items() if present),
-    ]
     return plgpu.kernel(
         body,
         out_type=(results_of(sizes),),
@@ -131,7 +121,7 @@ def _kernel(sizes: Sizes, eps: float, operands: Operands[jax.Array]):
         **({"cluster": (split,), "cluster_names": (cluster_sum.AXIS,)} if split > 1 else {}),
         num_threads=tuning.warpgroups,
         thread_name="wg",
-        kernel_name="_".join(name),
+        kernel_name=product.kernel_name("matmul"),
         scratch_types=[scratch_of(sizes, operands)],
         compiler_params=plgpu.CompilerParams(
             reduction_scratch_bytes=REDUCTION_BYTES if product.normed else 0

@@ -24,7 +24,6 @@ from pallas_kernels.types import Ref
 
 LAYOUT = plgpu.Layout.WGMMA
 DISTANCES = (4, 8, 16)  # lanes that are so far apart hold other columns of the same rows
-Numbers = list[Any]  # scalars of a thread
 
 
 def store_squares(value: jax.Array, pieces: Ref, tile: jax.Array) -> None:
@@ -78,7 +77,7 @@ def _store(
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), LAYOUT))
     def run(_: Any, target: Any, array: Any) -> None:
         lane, warp = lane_and_warp()
-        numbers: Numbers = scalars(array)
+        numbers = scalars(array)
         row_stride, f32 = strides(target)[0], ir.F32Type.get()
         has_first_columns = arith.cmpi(arith.CmpIPredicate.ult, lane, i32(4))
         for start in range(0, len(numbers), 4):
