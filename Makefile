@@ -5,12 +5,15 @@ VENV ?= .venv
 PYTEST_WORKERS ?= 2
 PYTEST_ARGS ?=
 DEMO_ARGS ?=
+# The jax of a new environment, JAX_VERSION=0.11.2; none: the newest that pyproject.toml allows.
+JAX_VERSION ?=
 # The target's weights (fetched once, 93 MB), converted checkpoints and compiled test programs.
 export JAXSPEC_CACHE ?= $(HOME)/.cache/jaxspec
 export PIP_DISABLE_PIP_VERSION_CHECK ?= 1
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet
+PINNED := $(if $(JAX_VERSION),jax==$(JAX_VERSION) jaxlib==$(JAX_VERSION))
 STAMPS := $(VENV)/.stamps
 ACCELERATOR := $(shell nvidia-smi -L >/dev/null 2>&1 && echo cuda || echo cpu)
 PYTEST = $(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist worksteal
@@ -26,7 +29,7 @@ help:
 	@echo "make test       the tests, in $(VENV); PYTEST_ARGS='-k name' selects"
 	@echo "make test-slow  the tests marked slow        make test-gpu   the tests marked gpu"
 	@echo "make test-fuzz  damaged input of all kinds, for FUZZ_SECONDS (3600) from FUZZ_SEED (the time)"
-	@echo "make test-312   the tests on Python 3.12 with the newest supported jax, in .venv-3.12"
+	@echo "make test-312   the tests on Python 3.12 with the newest supported jax, in .venv-3.12; JAX_VERSION=0.11.2 takes another"
 	@echo "make test-h200-aot  compile kernels and rounds for an H200 and look at the result; no GPU, 1 GB more in .venv-3.12"
 	@echo "make lint       ruff check and format check  make types      pyright        make format   apply ruff's fixes"
 	@echo "make fetch      download the default target  make clean      remove environments and build files"
@@ -45,11 +48,11 @@ $(STAMPS)/package-$(ACCELERATOR): $(STAMPS)/venv pyproject.toml
 	@touch $@
 
 $(STAMPS)/pytest: $(STAMPS)/venv pyproject.toml
-	$(PIP) -e '.[test,train]'
+	$(PIP) -e '.[test,train]' $(PINNED)
 	@touch $@
 
 $(STAMPS)/aot: $(STAMPS)/pytest
-	$(PIP) -e '.[aot]'
+	$(PIP) $(if $(JAX_VERSION),$(PINNED) jax-cuda13-plugin==$(JAX_VERSION),-e '.[aot]')
 	@touch $@
 
 # The oracles' pins were checked on Python 3.11; on another version their tests skip with a reason.

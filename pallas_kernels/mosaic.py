@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import jax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.hopper import interpreting
 from pallas_kernels.types import Ref
 
 if TYPE_CHECKING:
@@ -20,3 +21,14 @@ def load(ref: Ref, layout: Layout, *, optimized: bool = True) -> jax.Array:
     """
     # jax 0.10 has one more argument, an index.
     return plgpu.load(ref, layout=layout, optimized=optimized)  # pyright: ignore[reportCallIssue]
+
+
+def store(ref: Ref, value: jax.Array) -> None:
+    """Store a value in a whole ref, also with bank conflicts or in parts of cache lines.
+
+    From jax 0.12, `ref[...] = value` refuses both.
+    """
+    if jax.__version_info__ < (0, 12) or interpreting():
+        ref[...] = value
+    else:
+        plgpu.store(ref, value, optimized=False)  # pyright: ignore[reportAttributeAccessIssue]

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+import jax
+
 from jaxspec import drafts
 from jaxspec.config import (
     CacheGroup,
@@ -20,14 +22,15 @@ from jaxspec.config import (
 from jaxspec.engine.pass_bytes import PassBytes
 from jaxspec.parallel.layout import Placement
 
-# A CUDA graph saves the host its launches, and the device a part of the gaps between them. But it
-# drops the kernels' early launches of their successors (programmatic dependent launch). So it pays
-# where the host is the limit, and where most products are XLA's, which launch none early
-# (docs/notes/cuda-graphs.md):
+# A CUDA graph saves the host its launches, and the device a part of the gaps between them. Before
+# jax 0.12 it drops the kernels' early launches of their successors (programmatic dependent launch).
+# Then it pays where the host is the limit, and where most products are XLA's, which launch none
+# early (docs/notes/cuda-graphs.md):
 # - of a small target, always;
 # - of few rows, where a slow host takes as long to launch a layer (eight launches, 56 to 100 us) as
 #   the device to run it. An H200 reads 256 MiB in 62 us;
 # - of many rows.
+GRAPHS_LAUNCH_EARLY = jax.__version_info__ >= (0, 12)
 GRAPHS_BELOW_BYTES = 4 << 30
 FEW_ROWS, GRAPHS_BELOW_BYTES_A_LAYER = 16, 256 << 20
 GRAPHS_ABOVE_ROWS = 64
@@ -155,7 +158,8 @@ class RoundConfigs:
         """Return whether rounds of so many rows are CUDA graphs."""
         read = self._pass_bytes
         return (
-            read.total < GRAPHS_BELOW_BYTES
+            GRAPHS_LAUNCH_EARLY
+            or read.total < GRAPHS_BELOW_BYTES
             or (rows <= FEW_ROWS and read.a_layer(rows) < GRAPHS_BELOW_BYTES_A_LAYER)
             or rows > GRAPHS_ABOVE_ROWS
             or self._plain.placement.size > 1  # the host launches for all devices

@@ -28,7 +28,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import hopper, paging
 from pallas_kernels.latent_attention.inputs import Inputs, Latents
-from pallas_kernels.mosaic import load
+from pallas_kernels.mosaic import load, store
 from pallas_kernels.online_softmax import (
     LOG2E,
     NEVER,
@@ -398,9 +398,11 @@ def _attend(plan: Plan) -> Callable[..., tuple[jax.Array, ...]]:
         def leave(carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
             """Fold a class, and leave its state in device memory."""
             key_class, slot = carry
-            state, slot = fold(key_class, slot)
+            (values, top, total), slot = fold(key_class, slot)
             here = (request, row_tile, key_class)
-            values_ref[*here], stats_ref[*here, 0], stats_ref[*here, 1] = state
+            store(values_ref.at[*here], values)
+            store(stats_ref.at[*here, 0], top)
+            store(stats_ref.at[*here, 1], total)
             return key_class + 1, slot
 
         # Classes begin at tiles 0, 1, 2, ...: those from `stop` on have none.

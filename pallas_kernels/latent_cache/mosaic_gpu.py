@@ -11,7 +11,7 @@ from jax.typing import DTypeLike
 
 from pallas_kernels.latent_cache.inputs import Inputs
 from pallas_kernels.lowered_once import lowered_once
-from pallas_kernels.mosaic import load
+from pallas_kernels.mosaic import load, store
 from pallas_kernels.types import Barrier, Ref
 
 CHUNK = 64  # a row is copied as [chunks, 64]; the last chunk is the key to rotate
@@ -122,8 +122,9 @@ def norm_and_write(inputs: Inputs, *, pdl: bool = True) -> tuple[jax.Array | Non
 
         first, second = half_at(0), half_at(half)
         cosine, sine = across(cos_gmem.at[row]), across(sin_gmem.at[row])
-        key_smem[:, pl.ds(0, half)] = (first * cosine - second * sine).astype(dtype)
-        key_smem[:, pl.ds(half, half)] = (second * cosine + first * sine).astype(dtype)
+        rotated = first * cosine - second * sine, second * cosine + first * sine
+        for start, values in zip((0, half), rotated, strict=True):
+            store(key_smem.at[:, pl.ds(start, half)], values.astype(dtype))
         plgpu.commit_smem()
 
         @pl.when((slot >= 0) & (slot < num_slots))

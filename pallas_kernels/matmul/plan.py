@@ -166,8 +166,8 @@ class Tuning:
     warpgroups:    see Order
     stages:        of each warpgroup's ring, at least 2
     blocks:        most blocks at once; they take the tiles in turn
-    pdl:           programmatic dependent launch, which CUDA graphs ignore and the interpreter
-                   does not know
+    pdl:           programmatic dependent launch, which CUDA graphs ignore before jax
+                   0.12 and the interpreter does not know
     split:         see Order; the CTAs are a cluster, and a block then has one tile
     launches_next: whether the next kernel is launched when the last copy has started
     weights_first: whether the rings fill before this kernel waits for the one before it. If that

@@ -20,7 +20,7 @@ from jax.typing import DTypeLike
 from pallas_kernels.dtypes import rounded_division
 from pallas_kernels.hopper import interpreting
 from pallas_kernels.lowered_once import lowered_once
-from pallas_kernels.mosaic import load
+from pallas_kernels.mosaic import load, store
 from pallas_kernels.packing import packed_size
 from pallas_kernels.rope_cache.inputs import Inputs
 from pallas_kernels.types import Ref
@@ -152,18 +152,18 @@ def rope_and_write(inputs: Inputs, *, pdl: bool = True) -> tuple[jax.Array, jax.
         if k_scale_gmem is not None and v_scale_gmem is not None:
             divisor = by_row(divisors(k_scale_gmem, v_scale_gmem))
 
-        def store(start: int, rotated: jax.Array, raw: jax.Array) -> None:
+        def keep(start: int, rotated: jax.Array, raw: jax.Array) -> None:
             values = jnp.where(rotates, rotated.astype(qkv.dtype), raw)
-            smem[:, pl.ds(start, half)] = values
+            store(smem.at[:, pl.ds(start, half)], values)
             if codes is not None:
                 values = values.astype(jnp.float32)
                 if divisor is not None:
                     values = rounded_division(values, divisor) if interpreted else values / divisor
                 values = jnp.clip(values, -LARGEST, LARGEST)
-                codes[:, pl.ds(start, half)] = values.astype(codes.dtype)
+                store(codes.at[:, pl.ds(start, half)], values.astype(codes.dtype))
 
-        store(0, first * cosine - second * sine, raw_first)
-        store(half, second * cosine + first * sine, raw_second)
+        keep(0, first * cosine - second * sine, raw_first)
+        keep(half, second * cosine + first * sine, raw_second)
         plgpu.commit_smem()
         for q_gmem in queries:
             if pack is None:

@@ -33,8 +33,8 @@ RING_BYTES = 192 * 1024
 class Tuning:
     """Static choices that change no bits.
 
-    tile_k: depth of a step. pdl: programmatic dependent launch, which CUDA graphs ignore and the
-    interpreter does not know.
+    tile_k: depth of a step. pdl: programmatic dependent launch, which CUDA graphs ignore before
+    jax 0.12 and the interpreter does not know.
     """
 
     tile_k: int = 128

@@ -71,7 +71,7 @@ def test_two_blocks_of_gate_and_up_share_x_in_one_pass(width: int, tile: int) ->
         ptx = report()
     assert h200.stack_and_spills(ptx) == [(0, 0, 0)]
     assert ".reqnctapercluster 2, 1, 1" in ptx
-    loads = re.findall(r"cp\.async\.bulk\.tensor\S*shared::cluster\.global\S*", ptx)
+    loads = re.findall(r"cp\.async\.bulk\.tensor\S*shared::(?:cluster|cta)\.global\S*", ptx)
     shared = [load for load in loads if ".multicast::cluster" in load]
     assert shared and len(loads) == 3 * len(shared), loads
 

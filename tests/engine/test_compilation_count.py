@@ -53,6 +53,7 @@ def test_nothing_compiles_after_warm_up(
     """Other prompts, lengths, batch sizes, seeds, and mixtures of greedy, sampled and truncated
     requests. is_large: the rows decide whether a round is CUDA graphs."""
     if is_large:
+        monkeypatch.setattr(round_configs, "GRAPHS_LAUNCH_EARLY", False)
         monkeypatch.setattr(round_configs, "GRAPHS_BELOW_BYTES", 0)
         monkeypatch.setattr(round_configs, "GRAPHS_BELOW_BYTES_A_LAYER", 0)
         monkeypatch.setattr(

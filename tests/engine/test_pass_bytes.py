@@ -10,6 +10,7 @@ import pytest
 
 from jaxspec import models
 from jaxspec.config import EngineConfig, Ops
+from jaxspec.engine import round_configs
 from jaxspec.engine.pass_bytes import PassBytes
 from jaxspec.engine.round_configs import GREEDY, RoundConfigs
 from jaxspec.layers.moe import MoEConfig, moe_of
@@ -58,10 +59,21 @@ def graphs(read: PassBytes, *rows: int) -> list[bool]:
     return [configs.get(GREEDY, batch=n).cuda_graphs for n in rows]
 
 
-def test_graphs_are_chosen_by_the_bytes_of_a_layer_and_by_rows() -> None:
-    def dense(mib_a_layer: int, num_layers: int = 32) -> PassBytes:
-        return PassBytes(mib_a_layer * num_layers * MIB, 0, None, num_layers)
+def dense(mib_a_layer: int, num_layers: int = 32) -> PassBytes:
+    return PassBytes(mib_a_layer * num_layers * MIB, 0, None, num_layers)
 
+
+def test_all_rounds_are_graphs_where_graphs_launch_kernels_early(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(round_configs, "GRAPHS_LAUNCH_EARLY", True)
+    assert graphs(dense(447), 1, 16, 64, 65) == [True] * 4
+
+
+def test_other_graphs_are_chosen_by_the_bytes_of_a_layer_and_by_rows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(round_configs, "GRAPHS_LAUNCH_EARLY", False)
     assert graphs(dense(447), 1, 16, 64, 65) == [False, False, False, True]  # 8B, bfloat16
     assert graphs(dense(239), 1, 16, 17, 64, 65) == [True, True, False, False, True]  # fp8
     assert graphs(dense(256), 1, 65) == [False, True]

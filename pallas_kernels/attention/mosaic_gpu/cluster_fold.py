@@ -15,7 +15,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.attention.bounds import KEYS
 from pallas_kernels.attention.mosaic_gpu.plan import Plan
 from pallas_kernels.attention.mosaic_gpu.softmax_state import BY_COLUMN, MATRIX, join, spread
-from pallas_kernels.mosaic import load
+from pallas_kernels.mosaic import load, store
 from pallas_kernels.online_softmax import State, where
 from pallas_kernels.types import Barrier, Index, Ref
 
@@ -119,7 +119,7 @@ def _through_cluster(plan: Plan, slots: list[Ref], barrier: Barrier, rank: jax.A
             return values, top, where(row() >= KEYS // 2, stats, 0.0).max(axis=0)
         # Sent tiles are tiled in memory; single rows can be read from this copy.
         (plain,) = copy
-        plain[...] = stats
+        store(plain, stats)
         top, total = (load(plain.at[i], BY_COLUMN, optimized=False) for i in (0, KEYS // 2))
         return values, top, total
 
@@ -132,7 +132,10 @@ def _through_device_memory(
     values_slots, stats_slots = slots
 
     def send(state: State) -> None:
-        values_slots[*here, rank], stats_slots[*here, rank, 0], stats_slots[*here, rank, 1] = state
+        values, top, total = state
+        store(values_slots.at[*here, rank], values)
+        store(stats_slots.at[*here, rank, 0], top)
+        store(stats_slots.at[*here, rank, 1], total)
         plgpu.barrier_arrive(barrier)
 
     def receive(sender: int) -> State:

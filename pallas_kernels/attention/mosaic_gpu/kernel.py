@@ -37,7 +37,7 @@ from pallas_kernels.attention.mosaic_gpu.softmax_state import (
 )
 from pallas_kernels.attention.mosaic_gpu.tile_order import TileOrder
 from pallas_kernels.attention.sizes import of_head
-from pallas_kernels.mosaic import load
+from pallas_kernels.mosaic import load, store
 from pallas_kernels.online_softmax import LOG2E, State, await_inputs, normalise, where
 from pallas_kernels.types import Accumulator, Barrier, Index, Ref
 
@@ -294,7 +294,7 @@ def attend(plan: Plan) -> Callable[..., tuple[jax.Array, ...]]:
             mean = normalise(state, sink, lambda x: spread(x, tall))
             if v_scale_ref is not None:
                 mean = mean * of_head(v_scale_ref, kv_head)
-            out_smem.transpose((1, 0))[...] = mean.astype(jnp.bfloat16)
+            store(out_smem.transpose((1, 0)), mean.astype(jnp.bfloat16))
             plgpu.commit_smem()
             for i in range(plan.tile_rows):
                 row = row_tile * plan.tile_rows + i

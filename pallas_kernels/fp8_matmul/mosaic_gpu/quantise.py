@@ -18,7 +18,7 @@ from pallas_kernels.fp8_matmul.weight import BLOCK, DTYPE, LARGEST, Activation
 from pallas_kernels.hopper import interpreting
 from pallas_kernels.lowered_once import lowered_once
 from pallas_kernels.matmul.plan import MAX_ROWS, REDUCTION_BYTES, WARPS, padded_rows
-from pallas_kernels.mosaic import load
+from pallas_kernels.mosaic import load, store
 from pallas_kernels.types import Ref
 
 VALUES = 8  # that a thread of the warpgroup reads at once
@@ -179,7 +179,7 @@ def _by_block(depth: int, eps: float) -> Callable[..., None]:
             values = row_parts.normed(values, gains, lax.rsqrt(squares / depth + eps))
         largest = jnp.max(jnp.abs(values), axis=1)
         divisors = jnp.where(largest == 0.0, 1.0, _divide(largest, jnp.float32(LARGEST)))
-        scales.at[:, row][...] = divisors
+        store(scales.at[:, row], divisors)
         divisor = plgpu.layout_cast(lax.broadcast_in_dim(divisors, shape, [0]), layout)
         codes.at[row][...] = scaled(values, divisor).astype(DTYPE)
 

@@ -13,7 +13,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.matmul.mosaic_gpu import row_pieces
 from pallas_kernels.matmul.mosaic_gpu.sizes import Operands, Results, Scratch, Sizes
 from pallas_kernels.matmul.plan import PIECE, TILE_N
-from pallas_kernels.mosaic import load
+from pallas_kernels.mosaic import load, store
 from pallas_kernels.types import Ref, Slice
 
 LAYOUT = plgpu.Layout.WGMMA
@@ -80,8 +80,8 @@ def by_row(total: jax.Array, halves: Ref) -> jax.Array:
     Only 16-bit values can be stored transposed: store the halves, and join them by row.
     """
     bits = lax.bitcast_convert_type(total, jnp.uint32)
-    halves.at[0].transpose((1, 0))[...] = (bits >> 16).astype(jnp.uint16)
-    halves.at[1].transpose((1, 0))[...] = (bits & 0xFFFF).astype(jnp.uint16)
+    store(halves.at[0].transpose((1, 0)), (bits >> 16).astype(jnp.uint16))
+    store(halves.at[1].transpose((1, 0)), (bits & 0xFFFF).astype(jnp.uint16))
     plgpu.commit_smem()
     upper = halves[0].astype(jnp.uint32) << 16
     return lax.bitcast_convert_type(upper | halves[1].astype(jnp.uint32), jnp.float32)

@@ -21,7 +21,7 @@ from pallas_kernels.fp8_matmul.weight import BLOCK, DTYPE, LARGEST
 from pallas_kernels.hopper import interpreting
 from pallas_kernels.moe.mosaic_gpu.tuning import TILE_N
 from pallas_kernels.moe.mosaic_gpu.units import LAYOUT
-from pallas_kernels.mosaic import load
+from pallas_kernels.mosaic import load, store
 from pallas_kernels.types import Accumulator, Ref
 
 T = TypeVar("T")  # an array, or the kernel's ref
@@ -132,7 +132,7 @@ def quantise(values: Ref, codes: Ref, scales: Ref) -> None:
     wide = load(values, BY_ROW, optimized=False).astype(jnp.float32)
     largest = jnp.max(jnp.abs(wide), axis=1)
     divisors = jnp.where(largest == 0.0, 1.0, _divide(largest, jnp.float32(LARGEST)))
-    scales[...] = divisors
+    store(scales, divisors)
     divisor = plgpu.layout_cast(lax.broadcast_in_dim(divisors, wide.shape, [0]), BY_ROW)
     codes[...] = jnp.clip(_divide(wide, divisor), -LARGEST, LARGEST).astype(DTYPE)
 

@@ -21,7 +21,8 @@ class Tuning:
 
     tile_k: depth of a step, a multiple of 64. stages: of the ring, at least 2. ctas: most CTAs at
     once, one or more for each SM. tiles: of 64 columns of an item, of gate and up of each. pdl:
-    programmatic dependent launch, which CUDA graphs ignore and the interpreter does not know.
+    programmatic dependent launch, which CUDA graphs ignore before jax 0.12 and the interpreter
+    does not know.
     """
 
     tile_k: int = 64
