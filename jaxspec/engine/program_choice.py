@@ -148,7 +148,7 @@ class ProgramChoice:
 
     def prefill_config(self, variant: Variant) -> RoundConfig:
         """Return the static description of a variant's prefill calls."""
-        return self._configs.get(variant.features)
+        return self._configs.for_prefill(variant.features)
 
     # --- prefill ---------------------------------------------------------------------------------
 

@@ -154,16 +154,24 @@ class RoundConfigs:
         graphs = self._are_graphs(batch * (K + 1))
         return self.at(ConfigKey(features, K, limits_drafts and K > 0, graphs))
 
+    def for_prefill(self, features: SamplingFeatures) -> RoundConfig:
+        """Return the config of prefill calls.
+
+        A call of a large target is no CUDA graph: it begins sooner kernel by kernel.
+        """
+        K = self._plain.num_speculative_tokens
+        limits_drafts = self.always_limits_drafts and K > 0
+        return self.at(ConfigKey(features, K, limits_drafts, self._host_is_the_limit()))
+
     def _are_graphs(self, rows: int) -> bool:
         """Return whether rounds of so many rows are CUDA graphs."""
-        read = self._pass_bytes
-        return (
-            GRAPHS_LAUNCH_EARLY
-            or read.total < GRAPHS_BELOW_BYTES
-            or (rows <= FEW_ROWS and read.a_layer(rows) < GRAPHS_BELOW_BYTES_A_LAYER)
-            or rows > GRAPHS_ABOVE_ROWS
-            or self._plain.placement.size > 1  # the host launches for all devices
-        )
+        few = rows <= FEW_ROWS and self._pass_bytes.a_layer(rows) < GRAPHS_BELOW_BYTES_A_LAYER
+        return GRAPHS_LAUNCH_EARLY or few or rows > GRAPHS_ABOVE_ROWS or self._host_is_the_limit()
+
+    def _host_is_the_limit(self) -> bool:
+        """Return whether the device waits for launches in any program: the target is small, or the
+        host launches for several devices."""
+        return self._pass_bytes.total < GRAPHS_BELOW_BYTES or self._plain.placement.size > 1
 
     def _make(
         self, features: SamplingFeatures, K: int, limits_drafts: bool, cuda_graphs: bool

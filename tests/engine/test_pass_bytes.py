@@ -51,12 +51,15 @@ def test_a_pass_reads_the_experts_that_its_rows_choose() -> None:
     assert read.a_layer(10_000) == read.total / 2
 
 
-def graphs(read: PassBytes, *rows: int) -> list[bool]:
+def configs(read: PassBytes) -> RoundConfigs:
     cfg = target_config("llama")
-    configs = RoundConfigs(
+    return RoundConfigs(
         cfg, None, None, EngineConfig(), ops=Ops(), placement=ONE_PLACE, pass_bytes=read
     )
-    return [configs.get(GREEDY, batch=n).cuda_graphs for n in rows]
+
+
+def graphs(read: PassBytes, *rows: int) -> list[bool]:
+    return [configs(read).get(GREEDY, batch=n).cuda_graphs for n in rows]
 
 
 def dense(mib_a_layer: int, num_layers: int = 32) -> PassBytes:
@@ -68,6 +71,15 @@ def test_all_rounds_are_graphs_where_graphs_launch_kernels_early(
 ) -> None:
     monkeypatch.setattr(round_configs, "GRAPHS_LAUNCH_EARLY", True)
     assert graphs(dense(447), 1, 16, 64, 65) == [True] * 4
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_prefill_is_a_graph_only_of_a_small_target(
+    early: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(round_configs, "GRAPHS_LAUNCH_EARLY", early)
+    assert configs(dense(127)).for_prefill(GREEDY).cuda_graphs  # below 4 GiB
+    assert not configs(dense(239)).for_prefill(GREEDY).cuda_graphs
 
 
 def test_other_graphs_are_chosen_by_the_bytes_of_a_layer_and_by_rows(

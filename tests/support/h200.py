@@ -1,4 +1,4 @@
-"""Compile for an H200 on a machine that has none: jax 0.11's CUDA plugin, no driver, no GPU.
+"""Compile for an H200 on a machine that has none: the CUDA plugin of jax, no driver, no GPU.
 
 What comes back is the real thing but for autotuning: optimised HLO, the kernels' machine code,
 ptxas's report of registers and spills. Needs the `aot` extra (jax-cuda13-plugin and
