@@ -5,7 +5,8 @@ VENV ?= .venv
 PYTEST_WORKERS ?= 2
 PYTEST_ARGS ?=
 DEMO_ARGS ?=
-# The jax of a new environment, JAX_VERSION=0.11.2; none: the newest that pyproject.toml allows.
+# The jax of a new environment, JAX_VERSION=0.11.2; none: the newest that pyproject.toml allows. Of one on Python 3.12, the folder's name
+# says the version.
 JAX_VERSION ?=
 # The target's weights (fetched once, 93 MB), converted checkpoints and compiled test programs.
 export JAXSPEC_CACHE ?= $(HOME)/.cache/jaxspec
@@ -44,7 +45,7 @@ $(STAMPS)/venv:
 	@mkdir -p $(STAMPS) && touch $@
 
 $(STAMPS)/package-$(ACCELERATOR): $(STAMPS)/venv pyproject.toml
-	$(PIP) -e $(if $(filter cuda,$(ACCELERATOR)),'.[cuda]',.)
+	$(PIP) -e $(if $(filter cuda,$(ACCELERATOR)),'.[cuda]',.) $(PINNED)
 	@touch $@
 
 $(STAMPS)/pytest: $(STAMPS)/venv pyproject.toml
@@ -106,6 +107,8 @@ test-gpu: $(STAMPS)/package-$(ACCELERATOR) $(STAMPS)/pytest
 PYTHON312 ?= $(shell for p in python3.12 $$(ls -d "$${PYENV_ROOT:-$$HOME/.pyenv}"/versions/3.12*/bin/python3.12 2>/dev/null | sort -rV); do \
   "$$p" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 12))' >/dev/null 2>&1 && { echo "$$p"; break; }; done)
 
+VENV312 := .venv-3.12$(if $(JAX_VERSION),-$(JAX_VERSION))
+
 find-python312:
 	@echo "$(PYTHON312)"
 
@@ -113,11 +116,11 @@ need-python312:
 	@test -n "$(PYTHON312)" || { echo "no Python 3.12 found: say PYTHON312=/path/to/python3.12" >&2; exit 1; }
 
 test-312: need-python312
-	@$(MAKE) test VENV=.venv-3.12 PYTHON="$(PYTHON312)"
+	@$(MAKE) test VENV=$(VENV312) PYTHON="$(PYTHON312)"
 
 # Optional, so not in .ci/run: the compiler for CUDA is 1 GB to fetch. JAX runs on the CPU; nothing here talks to a GPU.
 test-h200-aot: need-python312
-	@$(MAKE) compile-for-h200 VENV=.venv-3.12 PYTHON="$(PYTHON312)"
+	@$(MAKE) compile-for-h200 VENV=$(VENV312) PYTHON="$(PYTHON312)"
 
 compile-for-h200: $(STAMPS)/aot
 	JAX_PLATFORMS=cpu $(PYTEST) tests/aot $(PYTEST_ARGS)
@@ -135,5 +138,5 @@ types: $(STAMPS)/dev $(STAMPS)/pytest
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
 clean:
-	rm -rf .venv .venv-3.12 build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-3.12* build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +

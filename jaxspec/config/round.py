@@ -77,9 +77,10 @@ class RoundConfig(SamplingFeatures):
     draft_max_model_len: the longest context that the draft may see, in tokens; None for any
     max_num_verify_tokens: the most rows of a verify pass; None for any
     draft_cache_dtype: name of the dtype of the draft's keys and values; None: the target's
-    cuda_graphs: False launches kernel by kernel. With jax before 0.12 a kernel can start only then
-        while the preceding one drains. That pays if the GPU is slower than the host's launches, and
-        the rows are so few that the products are our kernels (jaxspec.engine.round_configs).
+    cuda_graphs: False launches kernel by kernel. Before jax 0.12, a kernel starts while the one
+        before it drains only if launched so. That pays if the GPU is slower than the host's
+        launches, and the rows are so few that the products are our kernels
+        (jaxspec.engine.round_configs).
     vocab_shards: how rows of logits are cut over devices, the target's and the draft's. The
         vocabularies of `target` and `draft` are whole; a device has `vocab_shards.piece` of them
     placement: the devices; a program runs by the round of one of them (on_device)

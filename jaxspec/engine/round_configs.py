@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-import jax
+import jaxlib
 
 from jaxspec import drafts
 from jaxspec.config import (
@@ -23,14 +23,14 @@ from jaxspec.engine.pass_bytes import PassBytes
 from jaxspec.parallel.layout import Placement
 
 # A CUDA graph saves the host its launches, and the device a part of the gaps between them. Before
-# jax 0.12 it drops the kernels' early launches of their successors (programmatic dependent launch).
-# Then it pays where the host is the limit, and where most products are XLA's, which launch none
-# early (docs/notes/cuda-graphs.md):
+# jaxlib 0.12 it drops the kernels' early launches of their successors (programmatic dependent
+# launch). With older versions it pays where the host is the limit, and where most products are
+# XLA's, which launch none early (docs/notes/cuda-graphs.md):
 # - of a small target, always;
 # - of few rows, where a slow host takes as long to launch a layer (eight launches, 56 to 100 us) as
 #   the device to run it. An H200 reads 256 MiB in 62 us;
 # - of many rows.
-GRAPHS_LAUNCH_EARLY = jax.__version_info__ >= (0, 12)
+GRAPHS_LAUNCH_EARLY = tuple(map(int, jaxlib.__version__.split(".")[:2])) >= (0, 12)
 GRAPHS_BELOW_BYTES = 4 << 30
 FEW_ROWS, GRAPHS_BELOW_BYTES_A_LAYER = 16, 256 << 20
 GRAPHS_ABOVE_ROWS = 64
@@ -157,21 +157,25 @@ class RoundConfigs:
     def for_prefill(self, features: SamplingFeatures) -> RoundConfig:
         """Return the config of prefill calls.
 
-        A call of a large target is no CUDA graph: it begins sooner kernel by kernel.
+        With early launches too, a call of a target with large layers is no CUDA graph: kernel by
+        kernel its first token comes sooner.
         """
         K = self._plain.num_speculative_tokens
         limits_drafts = self.always_limits_drafts and K > 0
-        return self.at(ConfigKey(features, K, limits_drafts, self._host_is_the_limit()))
+        return self.at(ConfigKey(features, K, limits_drafts, self._host_is_the_limit(K + 1)))
 
     def _are_graphs(self, rows: int) -> bool:
         """Return whether rounds of so many rows are CUDA graphs."""
-        few = rows <= FEW_ROWS and self._pass_bytes.a_layer(rows) < GRAPHS_BELOW_BYTES_A_LAYER
-        return GRAPHS_LAUNCH_EARLY or few or rows > GRAPHS_ABOVE_ROWS or self._host_is_the_limit()
+        return GRAPHS_LAUNCH_EARLY or rows > GRAPHS_ABOVE_ROWS or self._host_is_the_limit(rows)
 
-    def _host_is_the_limit(self) -> bool:
-        """Return whether the device waits for launches in any program: the target is small, or the
-        host launches for several devices."""
-        return self._pass_bytes.total < GRAPHS_BELOW_BYTES or self._plain.placement.size > 1
+    def _host_is_the_limit(self, rows: int) -> bool:
+        """Return whether a host may launch more slowly than the device runs passes of such rows."""
+        read = self._pass_bytes
+        return (
+            read.total < GRAPHS_BELOW_BYTES
+            or (rows <= FEW_ROWS and read.a_layer(rows) < GRAPHS_BELOW_BYTES_A_LAYER)
+            or self._plain.placement.size > 1  # the host launches for all devices
+        )
 
     def _make(
         self, features: SamplingFeatures, K: int, limits_drafts: bool, cuda_graphs: bool

@@ -38,7 +38,7 @@ def compile_without_spills(inputs: Inputs, but: tuple[int, int, int] = (0, 0, 0)
         hlo = h200.compile_for_h200(attend, inputs).as_text()
         spills = h200.stack_and_spills(report())
     assert spills, "expected ptxas's report on at least one kernel"
-    assert set(spills) <= {(0, 0, 0), but}, spills
+    assert set(spills) in ({but}, {but, (0, 0, 0)}), spills
     return hlo
 
 

@@ -6,7 +6,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import jaxlib
 import pytest
+from jax.sharding import AbstractMesh
+from packaging.version import Version
 
 from jaxspec import models
 from jaxspec.config import EngineConfig, Ops
@@ -15,7 +18,7 @@ from jaxspec.engine.pass_bytes import PassBytes
 from jaxspec.engine.round_configs import GREEDY, RoundConfigs
 from jaxspec.layers.moe import MoEConfig, moe_of
 from jaxspec.layers.params import Params, init_random
-from jaxspec.parallel.layout import ONE_PLACE, bytes_on_device
+from jaxspec.parallel.layout import ONE_PLACE, Placement, bytes_on_device
 from tests.support.families import target_config
 
 MIB = 1 << 20
@@ -51,10 +54,10 @@ def test_a_pass_reads_the_experts_that_its_rows_choose() -> None:
     assert read.a_layer(10_000) == read.total / 2
 
 
-def configs(read: PassBytes) -> RoundConfigs:
+def configs(read: PassBytes, placement: Placement = ONE_PLACE) -> RoundConfigs:
     cfg = target_config("llama")
     return RoundConfigs(
-        cfg, None, None, EngineConfig(), ops=Ops(), placement=ONE_PLACE, pass_bytes=read
+        cfg, None, None, EngineConfig(), ops=Ops(), placement=placement, pass_bytes=read
     )
 
 
@@ -73,13 +76,20 @@ def test_all_rounds_are_graphs_where_graphs_launch_kernels_early(
     assert graphs(dense(447), 1, 16, 64, 65) == [True] * 4
 
 
+def test_graphs_launch_kernels_early_from_jaxlib_0_12() -> None:
+    is_new = Version(jaxlib.__version__) >= Version("0.12")
+    assert is_new == round_configs.GRAPHS_LAUNCH_EARLY
+
+
 @pytest.mark.parametrize("early", [False, True])
-def test_prefill_is_a_graph_only_of_a_small_target(
+def test_prefill_is_a_graph_unless_layers_are_large(
     early: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(round_configs, "GRAPHS_LAUNCH_EARLY", early)
-    assert configs(dense(127)).for_prefill(GREEDY).cuda_graphs  # below 4 GiB
-    assert not configs(dense(239)).for_prefill(GREEDY).cuda_graphs
+    two = Placement(AbstractMesh((2,), ("model",)))
+    found = [configs(dense(size)).for_prefill(GREEDY) for size in (127, 239, 447)]
+    found.append(configs(dense(447), two).for_prefill(GREEDY))
+    assert [cfg.cuda_graphs for cfg in found] == [True, True, False, True]
 
 
 def test_other_graphs_are_chosen_by_the_bytes_of_a_layer_and_by_rows(

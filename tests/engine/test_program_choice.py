@@ -35,8 +35,11 @@ class FakeResident:
         return is_new
 
 
+OF_PREFILL = "of prefill"
+
+
 class FakeConfigs:
-    """RoundConfigs whose configs are the features.
+    """RoundConfigs whose configs are the features, of prefill with OF_PREFILL beside them.
 
     numbers: the K of so many requests, where that is not 3
     """
@@ -49,6 +52,9 @@ class FakeConfigs:
 
     def get(self, features: SamplingFeatures, **_: Any) -> SamplingFeatures:
         return features
+
+    def for_prefill(self, features: SamplingFeatures) -> tuple[str, SamplingFeatures]:
+        return OF_PREFILL, features
 
     def k_of_batch(self, batch_size: int) -> int:
         return self.numbers.get(batch_size, 3)
@@ -91,10 +97,10 @@ def test_a_prefill_runs_on_the_state_as_it_is_and_is_chosen_anew_for_other_array
     choice: ProgramChoice, resident: FakeResident
 ) -> None:
     plain = choice.for_prefill(GREEDY, PREFILL)
-    assert plain.is_exact and plain.cfg == GREEDY
+    assert plain.is_exact and plain.cfg == (OF_PREFILL, GREEDY)
     choice.set_layout(resident.needed.hold(BIASED))
     held = choice.for_prefill(GREEDY, PREFILL)
-    assert held.cfg == BIASED and not held.is_exact, "the arrays stay"
+    assert held.cfg == (OF_PREFILL, BIASED) and not held.is_exact, "the arrays stay"
     choice.set_layout(held.layout)
     assert choice.for_prefill(GREEDY, PREFILL) is held, "the same arrays in another layout"
     changes = resident.changes

@@ -11,7 +11,8 @@ import jax
 import pytest
 
 needs_mosaic = pytest.mark.skipif(
-    jax.__version_info__ < (0, 11), reason=f"the kernel needs jax 0.11, got {jax.__version__}"
+    jax.__version_info__ < (0, 11),
+    reason=f"the kernel needs jax 0.11 or later, got {jax.__version__}",
 )
 
 

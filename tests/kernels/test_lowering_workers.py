@@ -185,8 +185,8 @@ def test_few_cores_have_no_workers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def text_of(exported: bytes) -> str:
-    """A serialised export's program. Mosaic numbers a process's kernels in the name of a dump,
-    which the kernel's hash covers."""
+    """A serialised export's program. Before jax 0.12, the name of a dump holds the kernel's number
+    in its process, and the kernel's hash covers it."""
     from jax._src.interpreters import mlir
     from jax._src.lib.mlir import ir
 
@@ -197,7 +197,7 @@ def text_of(exported: bytes) -> str:
         text = str(program.operation.get_asm(enable_debug_info=True))
     text, named = re.subn(r"(dump_basename\\00\w+?_)\d+(?=\\00)", r"\1N", text)
     text, hashed = re.subn(r'(kernel_hash"> = #vhlo.string_v1<)".*?"(?=>)', r"\1HASH", text)
-    assert named == hashed > 0
+    assert hashed > 0 and named == (hashed if jax.__version_info__ < (0, 12) else 0)
     return text
 
 

@@ -16,6 +16,7 @@ from jaxspec import LLM, SamplingParams, SpeculativeConfig
 from jaxspec.config import ConfigError, EngineConfig, Ops, RoundConfig
 from jaxspec.config.ops import COPYING, HIDING
 from jaxspec.config.quantization import Fp8Form, Int4Form, Quantization
+from jaxspec.decode import programs
 from jaxspec.decode import several_rounds as rounds
 from jaxspec.decode.programs import Program
 from jaxspec.engine import round_configs
@@ -308,17 +309,28 @@ def test_a_large_targets_rounds_are_cuda_graphs_where_their_rows_are_many(
     monkeypatch.setattr(round_configs, "GRAPHS_BELOW_BYTES_A_LAYER", 0)
     assert graphs(1, 21, 22, 64) == [False, False, True, True]
     ran: list[tuple[int, bool]] = []
-    run_rounds = rounds.run_rounds
+    prefills: list[bool] = []
+    run_rounds, run_prefill = rounds.run_rounds, programs.run_prefill
 
     def recorded(cfg: RoundConfig, num_rounds: int, params: Any, state: Any, *rest: Any) -> Any:
         ran.append((state.active.shape[0], cfg.cuda_graphs))
         return run_rounds(cfg, num_rounds, params, state, *rest)
 
+    def recorded_prefill(cfg: RoundConfig, *rest: Any, **named: Any) -> Any:
+        prefills.append(cfg.cuda_graphs)
+        return run_prefill(cfg, *rest, **named)
+
     monkeypatch.setattr(rounds, "run_rounds", recorded)
+    monkeypatch.setattr(programs, "run_prefill", recorded_prefill)
     llm = engine(kernels="reference", max_num_seqs=32, batch_buckets=[2, 32])
     llm.generate([[1, 2, 3]] * 32, SamplingParams(0.0, max_tokens=3))
     llm.generate([[1, 2, 3]], SamplingParams(0.0, max_tokens=3))
     assert set(ran) == {(32, True), (2, False)}
+    monkeypatch.setattr(round_configs, "GRAPHS_LAUNCH_EARLY", True)
+    ran.clear()
+    llm = engine(kernels="reference", max_num_seqs=32, batch_buckets=[2, 32])
+    llm.generate([[1, 2, 3]], SamplingParams(0.0, max_tokens=3))
+    assert set(ran) == {(2, True)} and set(prefills) == {False}
 
 
 def test_kernels_name_the_commonest_and_what_differs() -> None:
