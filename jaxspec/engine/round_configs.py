@@ -150,9 +150,7 @@ class RoundConfigs:
         K = num_speculative_tokens
         if K is None:
             K = self._plain.num_speculative_tokens
-        limits_drafts |= self.always_limits_drafts
-        graphs = self._are_graphs(batch * (K + 1))
-        return self.at(ConfigKey(features, K, limits_drafts and K > 0, graphs))
+        return self._at(features, K, limits_drafts, self._are_graphs(batch * (K + 1)))
 
     def for_prefill(self, features: SamplingFeatures) -> RoundConfig:
         """Return the config of prefill calls.
@@ -161,8 +159,13 @@ class RoundConfigs:
         kernel its first token comes sooner.
         """
         K = self._plain.num_speculative_tokens
-        limits_drafts = self.always_limits_drafts and K > 0
-        return self.at(ConfigKey(features, K, limits_drafts, self._host_is_the_limit(K + 1)))
+        return self._at(features, K, False, self._host_is_the_limit(K + 1))
+
+    def _at(
+        self, features: SamplingFeatures, K: int, limits_drafts: bool, cuda_graphs: bool
+    ) -> RoundConfig:
+        limits_drafts = (limits_drafts or self.always_limits_drafts) and K > 0
+        return self.at(ConfigKey(features, K, limits_drafts, cuda_graphs))
 
     def _are_graphs(self, rows: int) -> bool:
         """Return whether rounds of so many rows are CUDA graphs."""
