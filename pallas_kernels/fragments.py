@@ -34,6 +34,28 @@ def strides(ref: Any) -> list[int]:
     return list(found)
 
 
+def shared_address(ref: Any) -> Any:
+    """Return the address of a ref in shared memory, as a word."""
+    return llvm.ptrtoint(ir.IntegerType.get_signless(32), utils.memref_ptr(ref))
+
+
+def ldmatrix(address: Any, offset: int = 0, *, transposed: bool = False) -> list[Any]:
+    """Return four registers: of four matrices of 8 rows of 16 bytes, at the lanes' addresses.
+
+    offset: to add to the addresses; a sum would take a register
+    """
+    kind = ".trans" if transposed else ""
+    return list(
+        ptx(
+            f"ldmatrix.sync.aligned.m8n8.x4{kind}.shared.b16 {{$0, $1, $2, $3}}, [$4 + {offset}];",
+            address,
+            result_types=[address.type] * 4,
+            has_side_effects=True,
+            convergent=True,
+        )
+    )
+
+
 class RowReader:
     """Reads the rows [rows, depth] of a product as operands B, from tiles of 8 x 64 bfloat16.
 
@@ -48,28 +70,19 @@ class RowReader:
         row, matrix = arith.andi(lane, i32(7)), arith.shrui(lane, i32(3))
         chunk = arith.shli(arith.xori(row, matrix), i32(4))  # 16 bytes, swizzled
         offset = arith.ori(arith.shli(row, i32(7)), chunk)
-        base = llvm.ptrtoint(ir.IntegerType.get_signless(32), utils.memref_ptr(x))
+        base = shared_address(x)
         self._starts = [arith.addi(base, o) for o in (offset, arith.xori(offset, i32(64)))]
 
     def load(self, tile: int, block: int) -> list[Any]:
         """Return the four registers of 32 depths of 8 rows: two for each product of 16 depths."""
         place = 2 * (tile * self._row_stride + block // 2 * self._depth_stride)
-        address = arith.addi(self._starts[block % 2], i32(place))
-        return list(
-            ptx(
-                "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {$0, $1, $2, $3}, [$4];",
-                address,
-                result_types=[address.type] * 4,
-                has_side_effects=True,
-                convergent=True,
-            )
-        )
+        return ldmatrix(self._starts[block % 2], place)
 
 
-def mma(sums: list[Any], a: list[Any], b: list[Any]) -> list[Any]:
+def mma(sums: list[Any], a: list[Any], b: list[Any], dtype: str = "bf16") -> list[Any]:
     """Return sums plus a [16 columns, 16 depths] times b [16 depths, 8 rows]."""
     instruction = (
-        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
+        f"mma.sync.aligned.m16n8k16.row.col.f32.{dtype}.{dtype}.f32 "
         "{$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {$10, $11, $12, $13};"
     )
     types = [ir.F32Type.get()] * 4
@@ -79,6 +92,11 @@ def mma(sums: list[Any], a: list[Any], b: list[Any]) -> list[Any]:
 def scalars(array: Any) -> list[Any]:
     """Return the numbers of an array of LAYOUT in the order of mma's registers."""
     return [llvm.extractelement(pair, i32(i)) for pair in array.registers.flat for i in range(2)]
+
+
+def zeros(shape: tuple[int, int]) -> Any:
+    """Return a float32 array in the layout of wgmma's results."""
+    return fa.FragmentedArray.splat(utils.c(0.0, ir.F32Type.get()), shape, fa.WGMMA_LAYOUT)
 
 
 def array_of(numbers: list[Any], like: Any) -> Any:

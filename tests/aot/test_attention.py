@@ -29,10 +29,12 @@ pytestmark = [
 # What jax 0.12's compiler spills, in bytes of a thread: stack, stores, loads.
 SPILLED = (32, 28, 28) if jax.__version_info__ >= (0, 12) else (0, 0, 0)
 SPILLING = "gpt-oss, prefill of 42 tiles of 48 rows after 2048, window 128, fp8"
+# Of 32 columns over fp8 in clusters of two. Clusters of four spill nothing, and take twice as long.
+SPILLED_OF_WIDE = (24, 40, 40)
 
 
 def compile_without_spills(inputs: Inputs, but: tuple[int, int, int] = (0, 0, 0)) -> str:
-    """The compiled HLO."""
+    """The compiled HLO. but: what one of its kernels spills"""
     attend = functools.partial(paged_attention, implementation="mosaic_gpu")
     with h200.ptxas_report() as report:
         hlo = h200.compile_for_h200(attend, inputs).as_text()
@@ -83,7 +85,8 @@ def test_a_decode_step_with_packed_queries_is_one_kernel_and_the_bounds(
     arrays: dict[str, Any] = abstract(shape)
     arrays |= {"q": jax.ShapeDtypeStruct(packed, jnp.bfloat16)}
     inputs = Inputs(**arrays, scale=shape.head_dim**-0.5, packed_heads=32)
-    hlo = compile_without_spills(inputs)
+    is_wide = fp8 and rows == 8 and batch == 64
+    hlo = compile_without_spills(inputs, SPILLED_OF_WIDE if is_wide else (0, 0, 0))
     queries = rf"bf16\[{batch},(?:1,)?8,"
     assert not re.findall(rf"= {queries}\S* (?:copy|fusion|transpose|pad)\(.*", hlo)
 

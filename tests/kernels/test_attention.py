@@ -406,23 +406,12 @@ def test_a_short_cta_does_so_many_heads_that_no_second_wave_is_needed(
 
 
 @needs_mosaic
-@pytest.mark.parametrize(("queries_per_kv", "head_dim", "cluster"), [(8, 64, 2), (8, 128, 4)])
-def test_a_cluster_over_fp8_is_no_larger_than_its_registers_need(
-    queries_per_kv: int, head_dim: int, cluster: int
+@pytest.mark.parametrize(("batch", "pages", "slots", "heads"), [(64, 8, 2, 2), (16, 512, 3, 1)])
+def test_tiles_of_fp8_in_flight_and_heads_of_a_cta(
+    batch: int, pages: int, slots: int, heads: int
 ) -> None:
-    """Of 32 columns: two CTAs have registers for a head of 64 numbers, and more are two waves."""
-    plan = dataclasses.replace(
-        plan_of(16, 8, 64), is_fp8=True, num_heads=8 * queries_per_kv, head_dim=head_dim
-    )
-    assert plan.columns == 32
-    assert plan.cluster == cluster
-
-
-@needs_mosaic
-def test_a_cta_over_fp8_has_one_head_whose_keys_stay_in_registers() -> None:
-    plan = dataclasses.replace(plan_of(64, 8, 8), is_fp8=True, interpreted=False)
-    assert plan.heads == 1
-    assert plan.keys_in_registers
+    plan = dataclasses.replace(plan_of(batch, 8, pages), is_fp8=True)
+    assert (plan.slots, plan.heads) == (slots, heads)
 
 
 @needs_mosaic

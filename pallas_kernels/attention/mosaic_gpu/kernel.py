@@ -16,16 +16,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import paging
 from pallas_kernels.attention.bounds import KEYS
-from pallas_kernels.attention.mosaic_gpu import cluster_fold
-from pallas_kernels.attention.mosaic_gpu.fp8_tiles import (
-    QUERY_SCALE,
-    Wide,
-    convert_queries,
-    wide_tiles,
-    widen_keys,
-    widen_values,
-)
-from pallas_kernels.attention.mosaic_gpu.fp8_tiles import ring as fp8_ring
+from pallas_kernels.attention.mosaic_gpu import cluster_fold, fp8_tiles
 from pallas_kernels.attention.mosaic_gpu.plan import Plan
 from pallas_kernels.attention.mosaic_gpu.softmax_state import (
     BY_COLUMN,
@@ -50,7 +41,7 @@ class Scratch(NamedTuple, Generic[T]):
 
     q: queries of its KV heads. k, v: rings of tiles. weights: of a tile. out: a head's result.
     q_ready: the queries have arrived. k_ready, v_ready: for each slot, its copies have arrived.
-    received: of cluster_fold.scratch. wide: of tiles in fp8.
+    received: of cluster_fold.scratch. wide_q: queries for tiles in fp8, see fp8_tiles.queries.
     """
 
     q: T
@@ -62,7 +53,7 @@ class Scratch(NamedTuple, Generic[T]):
     k_ready: Barrier
     v_ready: Barrier
     received: list[Barrier]
-    wide: Wide[T] | None
+    wide_q: T | None
 
 
 def attend(plan: Plan) -> Callable[..., tuple[jax.Array, ...]]:
@@ -93,7 +84,7 @@ def attend(plan: Plan) -> Callable[..., tuple[jax.Array, ...]]:
         scratch: Scratch[Ref],
     ) -> None:
         q_smem, k_smem, v_smem, p_smem, out_smem = scratch[:5]
-        wide = scratch.wide
+        wide_q = scratch.wide_q
         q_barrier, k_barriers, v_barriers = scratch.q_ready, scratch.k_ready, scratch.v_ready
         await_inputs(plan.interpreted)
         request, first_head = lax.axis_index("request"), lax.axis_index("kv_head") * heads
@@ -155,8 +146,8 @@ def attend(plan: Plan) -> Callable[..., tuple[jax.Array, ...]]:
             bounds_ref.at[request, row_tile, pl.ds(columns, columns)], BY_COLUMN, optimized=False
         )
         pl.when(any_tile)(lambda: plgpu.barrier_wait(q_barrier))
-        if wide is not None:
-            convert_queries(q_smem, wide.q)
+        if wide_q is not None:
+            fp8_tiles.convert_queries(q_smem, wide_q)
 
         def clear_unwritten(slot: Index, tile: jax.Array) -> None:
             # Unwritten cache slots may hold NaN, and 0 * NaN is NaN.
@@ -168,13 +159,16 @@ def attend(plan: Plan) -> Callable[..., tuple[jax.Array, ...]]:
 
         def score_scale_of(head: Index) -> jax.Array | float:
             """Return the factor of a KV head's scores, in powers of two."""
-            factor = plan.scale * LOG2E * (1.0 if wide is None else 1.0 / QUERY_SCALE)
+            factor = plan.scale * LOG2E * (1.0 if wide_q is None else 1.0 / fp8_tiles.QUERY_SCALE)
             if k_scale_ref is None:
                 return factor
             return of_head(k_scale_ref, first_head + head) * factor
 
+        def queries_of(head: Index) -> fp8_tiles.Queries:
+            return q_smem.at[head] if wide_q is None else fp8_tiles.load_queries(wide_q.at[head])
+
         def step(
-            head: Index, score_scale: jax.Array | float, tile: jax.Array, carry: Carry
+            q: fp8_tiles.Queries, score_scale: jax.Array | float, tile: jax.Array, carry: Carry
         ) -> Carry:
             """Fold a tile into (values, maximum, sum by key), and fetch the one after the ring."""
             values, top, total, count, coming_number, coming, *rest = carry
@@ -192,20 +186,20 @@ def attend(plan: Plan) -> Callable[..., tuple[jax.Array, ...]]:
             def fetch_values() -> None:
                 fetch(v_ref, v_smem, v_barriers, slot, coming_number, coming, blocks)
 
-            def scores_of(acc: Accumulator) -> jax.Array:
-                if wide is None:
-                    plgpu.wgmma(acc, k_smem.at[slot], q_smem.at[head].transpose((1, 0)))
-                    return acc[...]
-                keys = widen_keys(k_smem.at[slot], wide)
-                plgpu.wgmma(acc, keys, wide.q.at[head].transpose((1, 0)))
-                # While the keys are multiplied.
-                plgpu.barrier_wait(v_barriers.at[slot])
-                widen_values(v_smem.at[slot], wide, num_keys - tile * KEYS)
-                return acc[...]
+            v = None  # a tile's values in registers
+            if wide_q is None:
 
-            scores = pl.run_scoped(scores_of, plgpu.ACC(square, jnp.float32)) * score_scale
-            if wide is None:
+                def scores_of(acc: Accumulator) -> jax.Array:
+                    plgpu.wgmma(acc, k_smem.at[slot], q.transpose((1, 0)))
+                    return acc[...]
+
+                scores = pl.run_scoped(scores_of, plgpu.ACC(square, jnp.float32))
                 pl.when(coming < stop)(fetch_keys)
+            else:
+                scores = fp8_tiles.scores(k_smem.at[slot], q, columns)
+                plgpu.barrier_wait(v_barriers.at[slot])
+                v = fp8_tiles.load_values(v_smem.at[slot], num_keys - tile * KEYS)
+            scores = scores * score_scale
 
             key = plgpu.broadcasted_iota(jnp.int32, square, 0, layout=MATRIX) + tile * KEYS
             scores = where(
@@ -215,32 +209,32 @@ def attend(plan: Plan) -> Callable[..., tuple[jax.Array, ...]]:
             old = jnp.exp2(top - new)
             weights = jnp.exp2(scores - spread(new, square))
             p_smem.transpose((1, 0))[...] = weights.astype(p_smem.dtype)
-            if wide is None:
+            if v is None:
                 plgpu.barrier_wait(v_barriers.at[slot])
                 pl.when((tile + 1) * KEYS > num_keys)(lambda: clear_unwritten(slot, tile))
 
             plgpu.commit_smem()
 
-            def values_of(acc: Accumulator) -> tuple[jax.Array, Carry]:
-                v = v_smem.at[slot] if wide is None else wide.v
-                plgpu.wgmma(acc, v.transpose((1, 0)), p_smem.transpose((1, 0)))
-                if wide is None:
-                    return acc[...], ()
+            if v is None:
 
-                # While the values are multiplied.
+                def values_of(acc: Accumulator) -> jax.Array:
+                    plgpu.wgmma(acc, v_smem.at[slot].transpose((1, 0)), p_smem.transpose((1, 0)))
+                    return acc[...]
+
+                added = pl.run_scoped(values_of, plgpu.ACC(tall, jnp.float32))
+                values = values * spread(old, tall) + added
+                pl.when(coming < stop)(fetch_values)
+            else:
+
                 @pl.when(coming < stop)
                 def _fetch() -> None:
                     fetch_keys()
                     fetch_values()
 
-                place = tiles.after(after_number, after)
-                return acc[...], place
-
-            added, later = pl.run_scoped(values_of, plgpu.ACC(tall, jnp.float32))
-            if wide is None:
-                pl.when(coming < stop)(fetch_values)
+                later = tiles.after(after_number, after)
+                values = fp8_tiles.weigh(values * spread(old, tall), v, p_smem)
             return (
-                values * spread(old, tall) + added,
+                values,
                 new,
                 # Summed over the keys only when the class ends, since that takes a barrier.
                 total * spread(old, square) + weights,
@@ -252,7 +246,11 @@ def attend(plan: Plan) -> Callable[..., tuple[jax.Array, ...]]:
             )
 
         def fold(
-            head: Index, score_scale: jax.Array | float, size: int, base: Index, order: Carry
+            q: fp8_tiles.Queries,
+            score_scale: jax.Array | float,
+            size: int,
+            base: Index,
+            order: Carry,
         ) -> tuple[State, Carry]:
             """Return the softmax over the classes base .. base + size - 1, and the next order.
 
@@ -264,7 +262,7 @@ def attend(plan: Plan) -> Callable[..., tuple[jax.Array, ...]]:
                 def half(i: jax.Array, carry: Carry) -> Carry:
                     state: State = (carry[0], carry[1], carry[2])
                     order = carry[3:]
-                    right, order = fold(head, score_scale, size // 2, base + i * (size // 2), order)
+                    right, order = fold(q, score_scale, size // 2, base + i * (size // 2), order)
                     return *join(state, right), *order
 
                 carry = lax.fori_loop(0, 2, half, (*nothing(plan), *order))
@@ -274,7 +272,7 @@ def attend(plan: Plan) -> Callable[..., tuple[jax.Array, ...]]:
             carry = lax.fori_loop(
                 0,
                 tiles.class_length(begin),
-                lambda i, carry: step(head, score_scale, tiles.in_class(begin, i), carry),
+                lambda i, carry: step(q, score_scale, tiles.in_class(begin, i), carry),
                 (values, top, splat(square, 0.0, MATRIX), *order),
             )
             values, top, total = carry[:3]
@@ -294,7 +292,11 @@ def attend(plan: Plan) -> Callable[..., tuple[jax.Array, ...]]:
             mean = normalise(state, sink, lambda x: spread(x, tall))
             if v_scale_ref is not None:
                 mean = mean * of_head(v_scale_ref, kv_head)
-            store(out_smem.transpose((1, 0)), mean.astype(jnp.bfloat16))
+            mean = mean.astype(jnp.bfloat16)
+            if plan.is_fp8:
+                fp8_tiles.store_values(mean, out_smem)
+            else:
+                store(out_smem.transpose((1, 0)), mean)
             plgpu.commit_smem()
             for i in range(plan.tile_rows):
                 row = row_tile * plan.tile_rows + i
@@ -313,18 +315,22 @@ def attend(plan: Plan) -> Callable[..., tuple[jax.Array, ...]]:
                     )
 
         coming_number, coming, blocks = ahead[slots]
-        later = () if wide is None else tiles.after(coming_number, coming)
+        later = tiles.after(coming_number, coming) if plan.is_fp8 else ()
         order = (jnp.int32(0), coming_number, coming, *blocks, *later)
         if cluster == 1:
 
             def one_head(head: jax.Array, order: Carry) -> Carry:
-                state, order = fold(head, score_scale_of(head), plan.classes, jnp.int32(0), order)
+                state, order = fold(
+                    queries_of(head), score_scale_of(head), plan.classes, jnp.int32(0), order
+                )
                 write(first_head + head, state)
                 return order
 
             lax.fori_loop(0, heads, one_head, order)
         else:
-            state, _ = fold(0, score_scale_of(0), plan.classes, tiles.first_class, order)
+            state, _ = fold(
+                queries_of(0), score_scale_of(0), plan.classes, tiles.first_class, order
+            )
             here = (request, row_tile, first_head)
             cluster_fold.fold_cluster(
                 plan,
@@ -340,7 +346,7 @@ def attend(plan: Plan) -> Callable[..., tuple[jax.Array, ...]]:
 
     tiling = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
     ring = (
-        fp8_ring(plan)
+        fp8_tiles.ring(plan)
         if plan.is_fp8
         else plgpu.SMEM((slots, KEYS, head_dim), jnp.bfloat16, transforms=tiling)
     )
@@ -356,7 +362,7 @@ def attend(plan: Plan) -> Callable[..., tuple[jax.Array, ...]]:
         k_ready=plgpu.Barrier(num_barriers=slots, num_arrivals=pieces),
         v_ready=plgpu.Barrier(num_barriers=slots, num_arrivals=pieces),
         received=cluster_fold.scratch(plan),
-        wide=wide_tiles(plan) if plan.is_fp8 else None,
+        wide_q=fp8_tiles.queries(plan) if plan.is_fp8 else None,
     )
     by_row = (plan.batch, plan.rows) if plan.num_out_rows is None else (plan.num_out_rows,)
     out = jax.ShapeDtypeStruct((*by_row, plan.num_heads, head_dim), jnp.bfloat16)

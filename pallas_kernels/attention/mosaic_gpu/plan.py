@@ -106,20 +106,11 @@ class Plan(Sizes):
         """
         if self.tuning.slots is not None:
             return self.tuning.slots
-        if self.is_fp8:
-            return 3  # with the wider tile the memory of two slots in bfloat16
+        if self.is_fp8:  # its tiles are half as large
+            return 2 if self._short else 3
         many = self._pairs * self.cluster > NUM_SMS
         # The code for one slot takes 20 registers more: 32 columns would spill.
         return 1 if many and self._short and self.columns <= 16 else 2
-
-    @property
-    def keys_in_registers(self) -> bool:
-        """Whether keys in fp8 are multiplied from registers.
-
-        With many columns, or several heads in a loop, they would spill. The interpreter multiplies
-        from memory alone.
-        """
-        return self.columns <= 24 and self.heads == 1 and not self.interpreted
 
     @property
     def cluster(self) -> int:
@@ -127,11 +118,8 @@ class Plan(Sizes):
         if self.tuning.cluster is not None:
             return self.tuning.cluster
         tiles, ctas = self._seen, self._pairs
-        # One CTA for the whole tree has no registers left for more than 16 columns, and two have
-        # none for 32 in fp8 with a large head.
+        # One CTA for the whole tree has no registers left for more than 16 columns.
         cluster = 1 if self.columns <= 16 else 2
-        if self.is_fp8 and self.columns > 24 and self.head_dim > 64:
-            cluster = 4
         # The states that the first CTA receives must fit beside its ring.
         largest = 4 if self.columns > 24 and self.head_dim > 64 else CLASSES
         while cluster < min(tiles, largest) and 2 * cluster * ctas <= self.tuning.fill:
@@ -149,11 +137,11 @@ class Plan(Sizes):
 
         So many that the longest chain of heads on any SM is shortest; of equal choices, the most.
         One where a context can be long: batches of unequal lengths are faster with small CTAs that
-        start when others end. One in fp8, where several would keep keys out of registers.
+        start when others end.
         """
         if self.tuning.heads is not None:
             return self.tuning.heads
-        if self.cluster > 1 or not self._short or self.is_fp8:
+        if self.cluster > 1 or not self._short:
             return 1
         pairs = self._pairs
         # The queries of more than 4 heads leave no room for a second CTA.
