@@ -220,11 +220,7 @@ def project(
 
     Returns [batch, rows, sum of outs] in x's dtype, rounded once, after the bias.
     """
-    dtype = values_of(x).dtype
-    if bias is None:
-        return _multiply(x, weights, ops, _Form(dtype), norm=norm).x
-    y = _multiply(x, weights, ops, _Form(jnp.float32), norm=norm).x
-    return (y + bias.astype(jnp.float32)).astype(dtype)
+    return _multiply(x, weights, ops, _Form(values_of(x).dtype), norm=norm, bias=bias).x
 
 
 def project_swiglu(
@@ -283,11 +279,9 @@ def add_projection(
         return add_to_stream(stream, partial, ops, bias=bias, next_norm=next_norm)
     if beside is not None:
         return add_to_stream(add_projection(stream, x, weight, ops, bias=bias), beside, ops)
-    if bias is not None:
-        return add_to_stream(stream, project(x, (weight,), ops, bias=bias), ops)
     *rows, width = values_of(stream).shape
     next_gain = None
-    if next_norm is not None and ops.shares_norms:
+    if next_norm is not None and bias is None and ops.shares_norms:
         operands = _Operands.of((weight,))
         if operands.shares_norm(math.prod(rows), width, next_norm.weights):
             next_gain = next_norm.gain
@@ -296,6 +290,7 @@ def add_projection(
         (weight,),
         ops,
         _Form(values_of(x).dtype),
+        bias=bias,
         residual=values_of(stream),
         next_gain=next_gain,
     )
@@ -341,13 +336,14 @@ def _multiply(
     form: _Form,
     *,
     norm: Norm | None = None,
+    bias: jax.Array | None = None,
     residual: jax.Array | None = None,
     next_gain: jax.Array | None = None,
     next_weight: AnyWeight | None = None,
 ) -> ResidualStream:
     """Run the weights' op on (the norm of) x [batch, rows, depth].
 
-    See the matmul op for residual and next_gain. next_weight: of the product that follows gate and
+    bias, residual, next_gain: see the matmul op. next_weight: of the product that follows gate and
     up
     """
     stream = x if isinstance(x, ResidualStream) else ResidualStream(x)
@@ -362,6 +358,7 @@ def _multiply(
         operands,
         ops,
         form,
+        has_bias=bias is not None,
         has_residual=residual is not None,
         is_normed=deferred is not None,
         prepares_norm=next_gain is not None,
@@ -388,6 +385,7 @@ def _multiply(
         weights=operands.matrices,
         squares=None if deferred is None else deferred.squares,
         eps=0.0 if norm is None else norm.eps,
+        bias=bias,
         residual=None if residual is None else flat(residual),
         gain=next_gain,
         swiglu=form.swiglu,
@@ -429,6 +427,7 @@ def _choose_backend(
     ops: Ops,
     form: _Form,
     *,
+    has_bias: bool,
     has_residual: bool,
     is_normed: bool,
     prepares_norm: bool,
@@ -445,6 +444,7 @@ def _choose_backend(
     product = matmul_op.Product(
         jax.ShapeDtypeStruct((rows + padding, depth), x.dtype),
         operands.matrices,
+        biased=has_bias,
         residual=has_residual,
         normed=is_normed,
         norms=prepares_norm,

@@ -34,7 +34,7 @@ def fp8_matmul(inputs: Inputs[Fp8Weight], norm: RowNorm | None = None) -> jax.Ar
 
 def multiply(rows: Rows, inputs: Inputs[Fp8Weight]) -> jax.Array:
     """Return the op's result from quantised rows."""
-    return finish(inputs, [_product(rows, w).astype(inputs.out_dtype) for w in inputs.weights])
+    return finish(inputs, [_product(rows, weight) for weight in inputs.weights])
 
 
 def _product(rows: Rows, weight: Fp8Weight) -> jax.Array:

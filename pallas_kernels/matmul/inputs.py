@@ -35,6 +35,7 @@ class Inputs(Generic[W]):
     squares:    float32 [pieces, rows or more], sums over pieces of the squares of the rows that x
                 is, before their gain; the product is divided by sqrt(their sum / depth + eps), in
                 float32
+    bias:       [width], added to the product in float32; not with swiglu
     residual:   [rows, width], added to the cast product
     gain:       [width], the gain of the RMS norm that follows
     eps:        of the norm of `squares`
@@ -50,6 +51,7 @@ class Inputs(Generic[W]):
     x: jax.Array
     weights: tuple[W, ...]
     squares: jax.Array | None = None
+    bias: jax.Array | None = None
     residual: jax.Array | None = None
     gain: jax.Array | None = None
     eps: float = field(default=0.0, metadata=STATIC)
@@ -78,6 +80,9 @@ class Inputs(Generic[W]):
         residual, squares, gain = self.residual, self.squares, self.gain
         if residual is not None and residual.shape != (rows, width):
             raise ValueError(f"residual: expected {(rows, width)}, got {residual.shape}")
+        if self.bias is not None and (self.swiglu or self.bias.shape != (width,)):
+            got = f"{self.bias.shape}, swiglu {self.swiglu}"
+            raise ValueError(f"bias: expected {(width,)} without swiglu, got {got}")
         if squares is not None and (squares.ndim != 2 or squares.shape[1] < rows):
             expected = f"[pieces, {rows} rows or more]"
             raise ValueError(f"squares: expected {expected}, got {squares.shape}")

@@ -15,11 +15,10 @@ When copies and launches start (programmatic dependent launch, PDL):
 
 The rule: weights first before a residual sum; launch the next kernel early after gate and up and
 after a float32 result. The kernel after any other product would occupy whatever SMs are left, and
-crowd into few GPCs. A product with a bias is float32 too, but XLA's sum after it is not launched
-early. Two kinds of o follow the rule though their kernel before differs, unmeasured: that of
-latent attention follows head_matmul, which does not launch it early; one with a bias has no
-residual sum here but follows attention. In fp8 all products take their weights first. A kernel
-quantises more than eight rows before a product, and more than one under a norm that is not shared.
+crowd into few GPCs. The o of latent attention follows the rule, unmeasured, though the kernel
+before it, head_matmul, does not launch it early. In fp8 all products take their weights first. A
+kernel quantises more than eight rows before a product, and more than one under a norm that is not
+shared.
 """
 
 from __future__ import annotations
@@ -54,10 +53,10 @@ RING_BYTES = 3072  # of a tile's depth that a CTA's rings hold as a whole
 class Product:
     """Static description of a product: shapes, dtypes, and what is fused with it.
 
-    x, weights: see Inputs; only shapes and dtypes are read. residual, normed, norms: whether the
-    inputs have residual, squares and gain. swiglu, transposed, out_dtype: see Inputs. quantises:
-    whether the kernel makes codes of x. measures: whether each piece of the result's rows, or with
-    a gain of the result times the gain, comes with its largest magnitude.
+    x, weights: see Inputs; only shapes and dtypes are read. residual, normed, norms, biased:
+    whether the inputs have residual, squares, gain and bias. swiglu, transposed, out_dtype: see
+    Inputs. quantises: whether the kernel makes codes of x. measures: whether each piece of the
+    result's rows, or with a gain of the result times the gain, comes with its largest magnitude.
     """
 
     x: Shaped
@@ -65,6 +64,7 @@ class Product:
     residual: bool = False
     normed: bool = False
     norms: bool = False
+    biased: bool = False
     swiglu: bool = False
     transposed: bool = False
     out_dtype: DTypeLike = jnp.bfloat16
@@ -79,6 +79,7 @@ class Product:
             residual=inputs.residual is not None,
             normed=inputs.squares is not None,
             norms=inputs.gain is not None,
+            biased=inputs.bias is not None,
             swiglu=inputs.swiglu,
             transposed=inputs.transposed,
             out_dtype=inputs.out_dtype,
@@ -123,7 +124,7 @@ class Product:
 
     def kernel_name(self, op: str) -> str:
         """Return a name that says the op, the sizes, and what is fused."""
-        fused = ("swiglu", "normed", "residual", "norms")
+        fused = ("swiglu", "normed", "biased", "residual", "norms")
         names = (name for name in fused if getattr(self, name))
         return "_".join([f"{op}_{self.depth}x{self.width}", *names])
 

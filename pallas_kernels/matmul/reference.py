@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
 from typing import Any, TypeAlias
 
 import jax
@@ -26,7 +27,8 @@ def matmul(inputs: Inputs[jax.Array]) -> Result:
 
     # On a GPU, a bfloat16 product accumulates in float32 whatever its result. A float32 result
     # would cost another kernel for the cast.
-    is_wide = out_dtype != jnp.bfloat16 or inputs.squares is not None
+    is_plain = inputs.squares is None and inputs.bias is None
+    is_wide = out_dtype != jnp.bfloat16 or not is_plain
     accumulator = jnp.float32 if is_wide or jax.default_backend() == "cpu" else out_dtype
     return between_norms(inputs, [product(w) for w in inputs.weights])
 
@@ -36,7 +38,7 @@ def between_norms(inputs: Inputs[Any], products: list[jax.Array]) -> Result:
     out_dtype, factor = inputs.out_dtype, norm_factor(inputs)
     if factor is not None:
         products = [y.astype(jnp.float32) * factor[:, None] for y in products]
-    result = finish(inputs, [y.astype(out_dtype) for y in products])
+    result = finish(inputs, products)
     if inputs.gain is None:
         return result
     value = result.astype(jnp.float32)
@@ -52,8 +54,13 @@ def norm_factor(inputs: Inputs[Any]) -> jax.Array | None:
     return lax.rsqrt(inputs.squares.sum(0)[:rows] / depth + inputs.eps)
 
 
-def finish(inputs: Inputs[Any], results: list[jax.Array]) -> jax.Array:
-    """Return the op's result from its products: with SwiGLU and the residual sum."""
+def finish(inputs: Inputs[Any], products: list[jax.Array]) -> jax.Array:
+    """Return the op's result from its products: with the bias, SwiGLU and the residual sum."""
+    if inputs.bias is not None:
+        ends = list(accumulate(y.shape[1] for y in products))
+        pieces = jnp.split(inputs.bias.astype(jnp.float32), ends[:-1])
+        products = [y.astype(jnp.float32) + b for y, b in zip(products, pieces, strict=True)]
+    results = [y.astype(inputs.out_dtype) for y in products]
     if inputs.swiglu:
         result = jax.nn.silu(results[0]) * results[1]
     else:

@@ -27,6 +27,7 @@ class Shape:
     rows: int
     depth: int
     widths: tuple[int, ...]
+    bias: bool = False
     residual: bool = False
     swiglu: bool = False
     transposed: bool = False
@@ -47,6 +48,8 @@ _PRODUCTS = {
     "llama-3-8b eagle3 fc": Shape(1, 3 * 4096, (4096,)),
     "llama-3-8b eagle3 qkv": Shape(1, 2 * 4096, (4096, 1024, 1024)),
     "llama-3-8b eagle3 head": Shape(1, 4096, (32000,), out_dtype="float32"),
+    "gpt-oss-20b qkv": Shape(1, 2880, (5120,), bias=True),
+    "gpt-oss-20b o": Shape(1, 4096, (2880,), bias=True, residual=True),
     "smollm2 qkv": Shape(1, 576, (576, 192, 192)),
     "smollm2 o": Shape(1, 576, (576,), residual=True),
     "smollm2 gate_up": Shape(1, 576, (1536, 1536), swiglu=True),
@@ -64,19 +67,22 @@ SHAPES = {
 
 def make_inputs(shape: Shape, seed: int) -> Inputs:
     """Return normal random numbers, scaled so that every product is of the residual's size."""
-    keys = jax.random.split(jax.random.key(seed), len(shape.widths) + 2)
+    keys = jax.random.split(jax.random.key(seed), len(shape.widths) + 3)
     scale = jnp.asarray(1 / math.sqrt(shape.depth), jnp.bfloat16)
 
     def weight(key: jax.Array, width: int) -> jax.Array:
         dims = (width, shape.depth) if shape.transposed else (shape.depth, width)
         return jax.random.normal(key, dims, jnp.bfloat16) * scale
 
-    residual = None
+    bias, residual = None, None
+    if shape.bias:
+        bias = jax.random.normal(keys[-1], (shape.width,), jnp.bfloat16)
     if shape.residual:
         residual = jax.random.normal(keys[1], (shape.rows, shape.width), jnp.bfloat16)
     return Inputs(
         x=jax.random.normal(keys[0], (shape.rows, shape.depth), jnp.bfloat16),
-        weights=tuple(weight(key, w) for key, w in zip(keys[2:], shape.widths, strict=True)),
+        weights=tuple(weight(key, w) for key, w in zip(keys[2:-1], shape.widths, strict=True)),
+        bias=bias,
         residual=residual,
         swiglu=shape.swiglu,
         transposed=shape.transposed,
@@ -87,11 +93,10 @@ def make_inputs(shape: Shape, seed: int) -> Inputs:
 def bytes_moved(shape: Shape) -> int:
     """Return the fewest bytes of device memory.
 
-    Every weight, the input and the residual are read once; the result is written once.
+    Every weight, the input, the bias and the residual are read once; the result is written once.
     """
-    read = shape.depth * (sum(shape.widths) + shape.rows) + (
-        shape.rows * shape.width if shape.residual else 0
-    )
+    read = shape.depth * (sum(shape.widths) + shape.rows)
+    read += shape.width * (shape.bias + shape.rows * shape.residual)
     return 2 * read + shape.rows * shape.width * jnp.dtype(shape.out_dtype).itemsize
 
 

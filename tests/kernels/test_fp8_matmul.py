@@ -92,6 +92,8 @@ def ground_truth(inputs: Inputs[Fp8Weight]) -> np.ndarray:
         gate, up = results
         results = [gate / (1 + np.exp(np.minimum(-gate, 700.0))) * up]
     result = np.concatenate(results, axis=1)
+    if inputs.bias is not None:
+        result = result + np.asarray(inputs.bias).astype(np.float64)
     if inputs.residual is None:
         return result
     return result + np.asarray(inputs.residual).astype(np.float64)
@@ -204,6 +206,7 @@ SMALL: dict[str, tuple[int, tuple[int, ...], int, str]] = {
     "steps of 64 in three warpgroups": (576, (128,), 4, ""),
     "a depth that is split": (4096, (64,), 4, "residual"),
     "residual, sixteen rows": (512, (128,), 16, "residual"),
+    "bias": (512, (128,), 16, "bias"),
     "swiglu": (512, (128, 128), 3, "swiglu"),
     "swiglu, 32 rows": (512, (64, 64), 32, "swiglu"),
     "float32": (512, (128,), 3, "float32"),
@@ -222,6 +225,7 @@ def test_the_kernel_equals_float64(name: str, form: str) -> None:
     inputs = Inputs(
         x=rows_of(len(name), rows, depth, jnp.bfloat16),
         weights=tuple(fp8_weight(i, width, depth, form) for i, width in enumerate(widths)),
+        bias=jax.random.normal(jax.random.key(2), widths) if fused == "bias" else None,
         residual=residual,
         swiglu=fused == "swiglu",
         out_dtype=jnp.dtype("float32" if fused == "float32" else "bfloat16"),

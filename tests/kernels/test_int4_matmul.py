@@ -39,6 +39,8 @@ def assert_close(inputs: Inputs[Int4Weight], arrays: list[np.ndarray], got: Any)
         gate, up = results
         results = [gate / (1 + np.exp(-gate)) * up]
     expected = np.concatenate(results, axis=1)
+    if inputs.bias is not None:
+        expected = expected + np.asarray(inputs.bias).astype(np.float64)
     if inputs.residual is not None:
         expected = expected + np.asarray(inputs.residual).astype(np.float64)
     got = np.asarray(got).astype(np.float64)
@@ -115,6 +117,7 @@ SMALL: dict[str, tuple[int, tuple[int, ...], int, int, bool, str, str]] = {
     "one group for all depths": (512, (64,), 4, 512, True, "bfloat16", ""),
     "a depth that is split": (4096, (64,), 4, 128, True, "bfloat16", "residual"),
     "residual, sixteen rows": (512, (128,), 16, 128, False, "bfloat16", "residual"),
+    "bias": (512, (128,), 16, 128, False, "bfloat16", "bias"),
     "swiglu": (512, (128, 128), 3, 128, True, "bfloat16", "swiglu"),
     "swiglu, 32 rows": (512, (64, 64), 32, 64, True, "bfloat16", "swiglu"),
     "float32": (512, (128,), 3, 128, True, "bfloat16", "float32"),
@@ -136,6 +139,7 @@ def test_the_kernel_equals_float64(name: str) -> None:
     inputs = Inputs(
         x=jax.random.normal(jax.random.key(0), (rows, depth), jnp.bfloat16),
         weights=tuple(w for w, _ in made),
+        bias=jax.random.normal(jax.random.key(2), widths) if fused == "bias" else None,
         residual=residual,
         swiglu=fused == "swiglu",
         out_dtype=jnp.dtype("float32" if fused == "float32" else "bfloat16"),

@@ -41,6 +41,10 @@ SMALL = {
     "one warpgroup": Shape(4, 320, (64,)),
     "more steps than stages": Shape(5, 2304, (64,)),
     "more steps than stages, a depth that is split": Shape(5, 4096, (64,)),
+    "bias": Shape(3, 256, (128,), bias=True),
+    "bias and several weights": Shape(16, 256, (64, 128), bias=True),
+    "bias and residual, a depth that is split": Shape(5, 4096, (64,), bias=True, residual=True),
+    "bias, float32": Shape(3, 256, (128,), bias=True, out_dtype="float32"),
     "residual": Shape(3, 256, (128,), residual=True),
     "residual, sixteen rows": Shape(16, 256, (128,), residual=True),
     "residual and several weights": Shape(8, 256, (64, 128), residual=True),
@@ -81,6 +85,8 @@ def ground_truth(inputs: Inputs) -> np.ndarray:
         gate, up = results
         results = [gate / (1 + np.exp(-gate)) * up]
     result = np.concatenate(results, axis=1)
+    if inputs.bias is not None:
+        result = result + np.asarray(inputs.bias).astype(np.float64)
     return (
         result
         if inputs.residual is None
@@ -268,6 +274,12 @@ DOES_NOT_FIT = {
         "weights": (W, changed(W, (128, 128))),
     },
     r"residual: expected \(4, 64\), got \(4, 128\)": {"residual": changed(X)},
+    r"bias: expected \(64,\) without swiglu, got \(4, 128\), swiglu False": {"bias": changed(X)},
+    r"bias: expected \(64,\) without swiglu, got \(64,\), swiglu True": {
+        "swiglu": True,
+        "weights": (W, W),
+        "bias": jnp.zeros(64),
+    },
     r"implementation: expected one of reference, mosaic_gpu, got 'fast'": {
         "implementation": "fast"
     },

@@ -124,6 +124,7 @@ def test_idle_rows_give_gate_and_up_a_kernel_that_pads_nothing(
         layers._Operands(Weight, (gate, gate)),
         KERNEL,
         layers._Form(jnp.bfloat16, swiglu=True),
+        has_bias=False,
         has_residual=False,
         is_normed=False,
         prepares_norm=False,
@@ -134,3 +135,23 @@ def test_idle_rows_give_gate_and_up_a_kernel_that_pads_nothing(
 @pytest.mark.parametrize(("batch", "rows"), [(9, 7), (12, 7), (16, 5), (64, 7)])
 def test_no_idle_rows_where_they_win_no_kernel(batch: int, rows: int) -> None:
     assert layers.idle_rows(batch, rows, KERNEL) == 0
+
+
+@pytest.mark.parametrize(("rows", "residual"), [(4, True), (4, False), (80, True)])
+def test_a_bias_is_added_before_the_product_is_rounded(rows: int, residual: bool) -> None:
+    """By the kernel of few rows, and by XLA for many."""
+    keys = jax.random.split(jax.random.key(0), 4)
+    x, stream = (jax.random.normal(key, (1, rows, 128), jnp.bfloat16) for key in keys[:2])
+    weight = jax.random.normal(keys[2], (128, 128), jnp.bfloat16)
+    bias = 100 + jax.random.normal(keys[3], (128,), jnp.bfloat16)
+    wide = x[0].astype(jnp.float32) @ weight.astype(jnp.float32) + bias.astype(jnp.float32)
+    expected = wide.astype(jnp.bfloat16)
+    with interpreted():
+        if residual:
+            expected = expected + stream[0]
+            got = layers.add_projection(stream, x, Weight(weight), KERNEL, bias=bias).x
+        else:
+            got = layers.project(x, (Weight(weight),), KERNEL, bias=bias)
+    # Sums in another order may be rounded to the next number.
+    near = np.abs(np.asarray(got[0], np.float32) - np.asarray(expected, np.float32))
+    assert near.max() <= 1.0 and (near == 0).mean() > 0.95

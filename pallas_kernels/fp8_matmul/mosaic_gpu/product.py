@@ -18,7 +18,12 @@ from pallas_kernels.fp8_matmul.weight import BLOCK, Fp8Weight
 from pallas_kernels.lowered_once import lowered_once
 from pallas_kernels.matmul.inputs import Inputs
 from pallas_kernels.matmul.mosaic_gpu import cluster_sum
-from pallas_kernels.matmul.mosaic_gpu.epilogue import LAYOUT, finish, load_gain_and_residual
+from pallas_kernels.matmul.mosaic_gpu.epilogue import (
+    LAYOUT,
+    finish,
+    load_bias,
+    load_gain_and_residual,
+)
 from pallas_kernels.matmul.mosaic_gpu.memory import results_of, scratch_of
 from pallas_kernels.matmul.mosaic_gpu.ring import Ring
 from pallas_kernels.matmul.mosaic_gpu.sizes import Operands, Results, Scratch, Sizes
@@ -50,6 +55,7 @@ def product_of(product: Product, *, quantises: bool = False, measures: bool = Fa
         residual=product.residual,
         swiglu=product.swiglu,
         norms=product.norms,
+        biased=product.biased,
         transposed=True,
         out_dtype=product.out_dtype,
         quantises=quantises,
@@ -102,7 +108,7 @@ def _multiply(
     sizes = Sizes(product, tuning)
     codes = tuple(weight.codes for weight in inputs.weights)
     x = None if rows is None else rows.codes
-    operands = Operands(x, codes, None, inputs.residual, inputs.gain)
+    operands = Operands(x, codes, None, inputs.bias, inputs.residual, inputs.gain)
     values = None
     if rows is None:
         by_row = inputs.weights[0].activation_scale
@@ -266,6 +272,7 @@ def _kernel(sizes: Sizes, memory: Scratch[pl.MemoryRef], eps: float | None):
             tile = sizes.tile(block, index)
             here = (all_rows, pl.ds(tile * TILE_N, TILE_N))
             load_gain_and_residual(operands, scratch, finishes, tile, here)
+            bias = load_bias(operands, tile)
             tile_sum = _Sum(ring, scales, tile)
             columns, rows = tile_sum.epilogue_factors()  # loads start here
             sums = tile_sum.multiply(index, turns)
@@ -277,7 +284,7 @@ def _kernel(sizes: Sizes, memory: Scratch[pl.MemoryRef], eps: float | None):
                 ]
                 if rows is not None:
                     scaled = [total * _spread(rows, shape, 1) for total in scaled]
-                finish(sizes, results, scratch, scaled, None, tile, here)
+                finish(sizes, results, scratch, scaled, None, bias, tile, here)
 
             add_up(ring, results, sums, finishes, index, tiles_here, finish_tile)
 
@@ -287,6 +294,7 @@ def _kernel(sizes: Sizes, memory: Scratch[pl.MemoryRef], eps: float | None):
         "normed": eps is not None,
         "quantised": product.quantises,
         "swiglu": product.swiglu,
+        "biased": product.biased,
         "residual": product.residual,
         "norms": product.norms,
     }

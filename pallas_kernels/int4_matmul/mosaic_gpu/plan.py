@@ -38,6 +38,7 @@ def plain(product: Product) -> Product:
         residual=product.residual,
         normed=product.normed,
         norms=product.norms,
+        biased=product.biased,
         swiglu=product.swiglu,
         out_dtype=product.out_dtype,
     )

@@ -26,6 +26,7 @@ from pallas_kernels.matmul.mosaic_gpu import cluster_sum
 from pallas_kernels.matmul.mosaic_gpu.epilogue import (
     LAYOUT,
     finish,
+    load_bias,
     load_gain_and_residual,
     scale_of_norm,
 )
@@ -60,7 +61,7 @@ def multiply(inputs: Inputs[Int4Weight], *, tuning: Tuning | None = None) -> Res
     assert tuning is not None  # the public op has checked `unsupported`
     sizes = Sizes(plain(product), tuning)
     words = tuple(weight.words for weight in weights)
-    operands = Operands(inputs.x, words, inputs.squares, inputs.residual, inputs.gain)
+    operands = Operands(inputs.x, words, inputs.squares, inputs.bias, inputs.residual, inputs.gain)
     by_group = ByGroup(
         tuple(weight.scales for weight in weights),
         tuple(weight.zeros for weight in weights if weight.zeros is not None),
@@ -156,10 +157,11 @@ def _kernel(sizes: Sizes, weight: Int4Weight, eps: float, operands: Operands[jax
             tile = sizes.tile(block, index)
             here = (all_rows, pl.ds(tile * TILE_N, TILE_N))
             load_gain_and_residual(operands, scratch, finishes, tile, here)
+            bias = load_bias(operands, tile)
             sums = ring.multiply(index, turns, sum_depth(weight))
 
             def finish_tile(totals: list[jax.Array]) -> None:
-                finish(sizes, results, scratch, totals, scale, tile, here)
+                finish(sizes, results, scratch, totals, scale, bias, tile, here)
 
             add_up(ring, results, sums, finishes, index, tiles_here, finish_tile)
 

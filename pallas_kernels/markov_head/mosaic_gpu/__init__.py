@@ -106,6 +106,6 @@ def _arguments(
     product = product_of(inputs)
     tuning = tuning or tuning_of(product)
     assert tuning is not None  # the public ops have checked `unsupported`
-    operands = Operands(None, (inputs.weight,), None, None, None)
+    operands = Operands(None, (inputs.weight,), squares=None, bias=None, residual=None, gain=None)
     sources = Sources(inputs.base, inputs.step.reshape(1), inputs.token, inputs.table)
     return Sizes(product, tuning), operands, sources

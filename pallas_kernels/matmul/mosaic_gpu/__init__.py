@@ -13,10 +13,10 @@ and down of an 8B model have 64), a block is therefore a cluster of two CTAs tha
 For the same reason a kernel that would occupy whatever SMs this one leaves is not launched early
 (plan.py has the table, docs/notes/block-placement.md the figures).
 
-Every launch costs about two microseconds, so SwiGLU, the residual sum, and the RMS norm between
-two products are fused. The first product multiplies its rows by the norm's gain and sums the
-squares of each piece; the second divides its result by the root of their mean. (Normalising in each
-block took 8 to 12 microseconds; docs/notes/shared-norms.md has other attempts.)
+Every launch costs about two microseconds, so the bias, SwiGLU, the residual sum, and the RMS norm
+between two products are fused. The first product multiplies its rows by the norm's gain and sums
+the squares of each piece; the second divides its result by the root of their mean. (Normalising in
+each block took 8 to 12 microseconds; docs/notes/shared-norms.md has other attempts.)
 
 The order of summation, chosen in plan.py, depends on the weights alone. A warpgroup takes stripes
 of the depth, the same ones whether a step is a stripe or half of one. The CTAs of a cluster send
@@ -28,7 +28,7 @@ its neighbours nor on their number.
     ring.py         TMA copies of weights and x
     tile_sum.py     the sums of a tile, over warpgroups
     cluster_sum.py  the sum over a cluster
-    epilogue.py     norms, SwiGLU, residual sum, and the result
+    epilogue.py     norms, bias, SwiGLU, residual sum, and the result
     row_pieces.py   what the next product needs to know of the result's rows
 
 many_rows_swiglu.py is another kernel: gate and up of 65 to 256 rows.
@@ -46,6 +46,7 @@ from pallas_kernels.matmul.inputs import Inputs
 from pallas_kernels.matmul.mosaic_gpu import cluster_sum
 from pallas_kernels.matmul.mosaic_gpu.epilogue import (
     finish,
+    load_bias,
     load_gain_and_residual,
     scale_of_norm,
 )
@@ -66,7 +67,9 @@ def matmul(inputs: Inputs, *, tuning: Tuning | None = None) -> Result:
     tuning = tuning or choose_tuning(product)
     assert tuning is not None  # the public op has checked `unsupported`
     sizes = Sizes(product, tuning)
-    operands = Operands(inputs.x, inputs.weights, inputs.squares, inputs.residual, inputs.gain)
+    operands = Operands(
+        inputs.x, inputs.weights, inputs.squares, inputs.bias, inputs.residual, inputs.gain
+    )
     (results,) = _kernel(sizes, inputs.eps, operands)(operands)
     if inputs.gain is None:
         return results.out
@@ -104,10 +107,11 @@ def _kernel(sizes: Sizes, eps: float, operands: Operands[jax.Array]):
             tile = sizes.tile(block, index)
             here = (all_rows, pl.ds(tile * TILE_N, TILE_N))
             load_gain_and_residual(operands, scratch, finishes, tile, here)
+            bias = load_bias(operands, tile)
             sums = multiply(ring, index, turns)
 
             def finish_tile(totals: list[jax.Array]) -> None:
-                finish(sizes, results, scratch, totals, scale, tile, here)
+                finish(sizes, results, scratch, totals, scale, bias, tile, here)
 
             add_up(ring, results, sums, finishes, index, tiles_here, finish_tile)
 

@@ -1,4 +1,4 @@
-"""What follows a tile's sums: the norm before, SwiGLU, the residual sum, and the norm after."""
+"""What follows a tile's sums: the norm before, bias, SwiGLU, residual sum, and the norm after."""
 
 from __future__ import annotations
 
@@ -74,6 +74,14 @@ def load_gain_and_residual(
         pl.when(finishes)(copy)
 
 
+def load_bias(operands: Operands[Ref], tile: jax.Array) -> jax.Array | None:
+    """Return a tile's piece of the bias, [TILE_N]; None without one."""
+    if operands.bias is None:
+        return None
+    piece = operands.bias.at[pl.ds(tile * TILE_N, TILE_N)]
+    return load(piece, LAYOUT.reduce(1), optimized=False)
+
+
 def by_row(total: jax.Array, halves: Ref) -> jax.Array:
     """Return a tile of float32 sums [TILE_N, padded rows] as [padded rows, TILE_N].
 
@@ -93,18 +101,24 @@ def finish(
     scratch: Scratch[Ref],
     totals: list[jax.Array],
     scale: jax.Array | None,
+    bias: jax.Array | None,
     tile: jax.Array,
     here: tuple[Slice, Slice],
 ) -> None:
     """Write a tile of the result from its sums, one array [TILE_N, padded rows] a product.
 
-    scale: row_scale in registers; None: in scratch.scale, or no norm before.
+    scale: row_scale in registers; None: in scratch.scale, or no norm before
+    bias:  of load_bias
     """
     out_dtype = sizes.product.out_dtype
     if scratch.scale is not None:
         scale = load(scratch.scale, LAYOUT.reduce(0), optimized=False)
     if scale is not None:
         totals = [total * lax.broadcast_in_dim(scale, total.shape, [1]) for total in totals]
+    if bias is not None:
+        (total,) = totals
+        wide = bias.astype(jnp.float32)
+        totals = [total + lax.broadcast_in_dim(wide, total.shape, [0])]
     if sizes.product.swiglu:
         gate, up = (t.astype(out_dtype).astype(jnp.float32) for t in totals)
         silu = (gate / (1.0 + jnp.exp(-gate))).astype(out_dtype)

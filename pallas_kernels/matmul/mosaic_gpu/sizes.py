@@ -22,6 +22,7 @@ class Operands(NamedTuple, Generic[T]):
     x: T
     weights: tuple[T, ...]
     squares: T | None
+    bias: T | None
     residual: T | None
     gain: T | None
 
