@@ -43,9 +43,10 @@ def _product(rows: Rows, weight: Fp8Weight) -> jax.Array:
         return lax.platform_dependent(
             rows, weight, cpu=_scaled_before(jnp.float32), default=_scaled_before(jnp.bfloat16)
         )
-    sums = lax.platform_dependent(
-        rows.codes, weight.codes, cpu=_product_of_float32, default=product_in_parts
-    )
+    # Else XLA merges products of few rows and joins their weights in every call. A barrier of the
+    # rows alone would be one for all products.
+    codes = lax.optimization_barrier((rows.codes, weight.codes))
+    sums = lax.platform_dependent(*codes, cpu=_product_of_float32, default=product_in_parts)
     return sums * weight.scales * rows.spread()
 
 
