@@ -20,7 +20,7 @@ from jaxspec.layers.sums import add_sum, partial_dtype
 from pallas_kernels import fp8_matmul as fp8_op
 from pallas_kernels import int4_matmul as int4_op
 from pallas_kernels import matmul as matmul_op
-from pallas_kernels.fp8_matmul import Fp8Weight, RowNorm
+from pallas_kernels.fp8_matmul import Fp8Weight, RowNorm, Rows
 from pallas_kernels.int4_matmul import Int4Weight
 
 FEW_ROWS, SWIGLU_ROWS = 64, (128, 256)  # at most; rows that the kernel of gate and up takes
@@ -46,19 +46,31 @@ class DeferredNorm:
 
 @struct.dataclass
 class ResidualStream:
-    """The residual stream between two blocks of a layer.
+    """The residual stream between two blocks of a layer, or the rows between gate, up and down.
 
-    x:             [batch, rows, D]
+    x:             [batch, rows, D]; codes in fp8 if the product that made it quantised it
     deferred_norm: the next norm, if the product that made x prepared it
     normed:        [batch, rows, D], x under the next norm, if it is made together with x
     largest:       float32 [pieces, batch * rows or more], the largest magnitudes of x, if the
                    product that made x found them for the next product
+    quantised:     [batch * rows or more, D], what the next product multiplies in fp8, if the
+                   product that made x quantised it: x, if that is codes, or x under the next norm
     """
 
     x: jax.Array
     deferred_norm: DeferredNorm | None = None
     normed: jax.Array | None = None
     largest: jax.Array | None = None
+    quantised: Rows | None = None
+
+    def rows_in_fp8(self, *, normed: bool) -> Rows | None:
+        """Return the rows of the next product in fp8, None if they are not there.
+
+        normed: whether it follows a norm
+        """
+        if self.quantised is None or normed == (self.x.dtype == self.quantised.codes.dtype):
+            return None
+        return self.quantised
 
 
 Stream = jax.Array | ResidualStream  # [batch, rows, D], prepared for the next norm or not
@@ -102,6 +114,24 @@ class _Operands:
         both = [weight for weight in (*self.matrices, *weights) if isinstance(weight, Fp8Weight)]
         return fp8_op.shares_norm(rows, width, both)
 
+    def row_tile(self, rows: int) -> int:
+        """Return the number whose multiples of rows take no copies in the op."""
+        is_library = self.kind is Fp8Weight and rows > FEW_ROWS
+        return fp8_op.LIBRARY_ROWS if is_library else ROW_TILE
+
+    def quantises_next(
+        self, rows: int, width: int, weights: tuple[AnyWeight, ...], *, swiglu: bool = False
+    ) -> bool:
+        """Return whether the op quantises its result for the product after it.
+
+        weights: of the latter, () if they are not known
+        swiglu:  whether SwiGLU is between both; else a norm
+        """
+        both = [weight for weight in (*self.matrices, *weights) if isinstance(weight, Fp8Weight)]
+        if not weights or len(both) < len(self.matrices) + len(weights):
+            return False
+        return fp8_op.quantises_next(rows, width, both, swiglu=swiglu)
+
     def unsupported(self, product: matmul_op.Product) -> str | None:
         """Return why the op's kernel cannot make this product, None if it can."""
         if self.kind is Fp8Weight:
@@ -129,9 +159,15 @@ class _Operands:
         inputs: matmul_op.Inputs[Any],
         norm: RowNorm | None,
         largest: jax.Array | None,
+        scales: jax.Array | None,
         implementation: str,
     ) -> matmul_op.Result | fp8_op.BeforeNorm:
-        """Run the op. norm: of row_norm. largest: see ResidualStream and DeferredNorm"""
+        """Run the op.
+
+        norm:    of row_norm
+        largest: see ResidualStream and DeferredNorm
+        scales:  of rows that are in fp8
+        """
         if self.kind is Fp8Weight:
             largest = None if implementation == "reference" else largest
             if inputs.gain is not None:
@@ -139,7 +175,7 @@ class _Operands:
                     inputs, largest=largest, implementation=implementation
                 )
             return fp8_op.fp8_matmul(
-                inputs, norm=norm, largest=largest, implementation=implementation
+                inputs, norm=norm, largest=largest, scales=scales, implementation=implementation
             )
         if self.kind is Int4Weight:
             return int4_op.int4_matmul(inputs, implementation=implementation)
@@ -280,8 +316,9 @@ def add_projection(
     if beside is not None:
         return add_to_stream(add_projection(stream, x, weight, ops, bias=bias), beside, ops)
     *rows, width = values_of(stream).shape
+    next_norm = next_norm if ops.shares_norms and bias is None else None
     next_gain = None
-    if next_norm is not None and bias is None and ops.shares_norms:
+    if next_norm is not None:
         operands = _Operands.of((weight,))
         if operands.shares_norm(math.prod(rows), width, next_norm.weights):
             next_gain = next_norm.gain
@@ -289,10 +326,11 @@ def add_projection(
         x,
         (weight,),
         ops,
-        _Form(values_of(x).dtype),
+        _Form(values_of(stream).dtype),
         bias=bias,
         residual=values_of(stream),
         next_gain=next_gain,
+        next_norm=next_norm,
     )
 
 
@@ -339,12 +377,15 @@ def _multiply(
     bias: jax.Array | None = None,
     residual: jax.Array | None = None,
     next_gain: jax.Array | None = None,
+    next_norm: Norm | None = None,
     next_weight: AnyWeight | None = None,
 ) -> ResidualStream:
     """Run the weights' op on (the norm of) x [batch, rows, depth].
 
-    bias, residual, next_gain: see the matmul op. next_weight: of the product that follows gate and
-    up
+    See the matmul op for bias, residual and next_gain.
+
+    next_norm:   of the result, which may be made with it
+    next_weight: of the product that follows gate and up
     """
     stream = x if isinstance(x, ResidualStream) else ResidualStream(x)
     *shape, depth = stream.x.shape
@@ -353,8 +394,9 @@ def _multiply(
     deferred = stream.deferred_norm if norm is not None else None
     if deferred is not None and deferred.kind is not operands.kind:
         deferred = None
+    codes = stream.rows_in_fp8(normed=norm is not None) if operands.kind is Fp8Weight else None
     implementation, padding = _choose_backend(
-        jax.ShapeDtypeStruct((rows, depth), stream.x.dtype),
+        jax.ShapeDtypeStruct((rows, depth), (stream.x if codes is None else codes.codes).dtype),
         operands,
         ops,
         form,
@@ -370,8 +412,11 @@ def _multiply(
         a = a.reshape(rows, -1)
         return jnp.pad(a, ((0, padding), (0, 0))) if padding else a
 
-    row_norm = None
-    if norm is None:
+    row_norm = scales = None
+    if codes is not None:
+        codes = codes.take_rows(0, rows + padding)
+        operand, scales = codes.codes, codes.scales
+    elif norm is None:
         operand = flat(stream.x)
     elif deferred is not None:
         operand = flat(deferred.scaled)
@@ -396,18 +441,58 @@ def _multiply(
         largest = stream.largest
     else:
         largest = None if deferred is None else deferred.largest
+    if implementation != "reference" and next_gain is None:
+        if _quantises_swiglu(rows + padding, operands, next_weight, ops):
+            made = fp8_op.quantised_swiglu(
+                inputs, norm=row_norm, scales=scales, implementation=implementation
+            )
+            return ResidualStream(made.codes[:rows].reshape(*shape, -1), quantised=made)
+        if next_norm is not None and _quantises_norm(inputs, operands, next_norm, ops):
+            following = RowNorm(next_norm.gain, next_norm.eps)
+            out, made = fp8_op.product_and_norm(
+                inputs, following, scales=scales, implementation=implementation
+            )
+            return ResidualStream(out[:rows].reshape(*shape, -1), quantised=made)
     if _measures(rows + padding, operands, next_weight, ops, implementation):
         out, found = fp8_op.measured_swiglu(
             inputs, norm=row_norm, largest=largest, implementation=implementation
         )
         return ResidualStream(out[:rows].reshape(*shape, -1), largest=found)
-    made = operands.multiply(inputs, row_norm, largest, implementation)
+    made = operands.multiply(inputs, row_norm, largest, scales, implementation)
     if not isinstance(made, tuple):
         return ResidualStream(made[:rows].reshape(*shape, -1))
     out, scaled, squares = made[:3]
     found = made.largest if isinstance(made, fp8_op.BeforeNorm) else None
     prepared = DeferredNorm(operands.kind, scaled[:rows], squares, found)
     return ResidualStream(out[:rows].reshape(*shape, -1), prepared)
+
+
+def _quantises_swiglu(
+    rows: int, operands: _Operands, next_weight: AnyWeight | None, ops: Ops
+) -> bool:
+    """Return whether gate and up of many rows come quantised for the product after them."""
+    if next_weight is None or not _hands_on_codes(ops):
+        return False
+    return operands.quantises_next(rows, next_weight.depth, (next_weight,), swiglu=True)
+
+
+def _quantises_norm(
+    inputs: matmul_op.Inputs[Any], operands: _Operands, next_norm: Norm, ops: Ops
+) -> bool:
+    """Return whether a sum of many rows comes under its norm, quantised for the next product."""
+    if inputs.residual is None or not _hands_on_codes(ops):
+        return False
+    rows, width = inputs.residual.shape
+    return operands.quantises_next(rows, width, next_norm.weights)
+
+
+def _hands_on_codes(ops: Ops) -> bool:
+    """Return whether products of many rows may quantise their result.
+
+    Prefill has any number of rows, and only some get kernels for this. A prompt's bits shall not
+    depend on the prompts beside it. Several devices exchange values.
+    """
+    return not ops.is_prefill and ops.layers.size == 1
 
 
 def _measures(
@@ -440,7 +525,7 @@ def _choose_backend(
     rows, depth = x.shape
     if ops.matmul == "reference":  # XLA multiplies one row by a kernel of its own
         return "reference", max(0, ROW_TILE - rows) if ops.rows_alike else 0
-    padding = -rows % ROW_TILE if rows > ROW_TILE else 0
+    padding = -rows % operands.row_tile(rows) if rows > ROW_TILE else 0
     product = matmul_op.Product(
         jax.ShapeDtypeStruct((rows + padding, depth), x.dtype),
         operands.matrices,

@@ -14,6 +14,7 @@ from pallas_kernels.fp8_matmul.rows import BeforeNorm, RowNorm, Rows, quantise
 from pallas_kernels.fp8_matmul.weight import (
     ACTIVATIONS,
     BLOCK,
+    DTYPE,
     LARGEST,
     Activation,
     Fp8Weight,
@@ -38,13 +39,22 @@ __all__ = [
     "Rows",
     "fp8_matmul",
     "measured_swiglu",
+    "product_and_norm",
     "product_for_norm",
     "quantise",
+    "quantised_swiglu",
+    "quantises_next",
     "shares_norm",
     "takes_largest",
     "takes_norm",
     "unsupported",
 ]
+
+# cuBLAS multiplies whole tiles of so many rows. XLA pads others, and cuts each result to size in a
+# launch of its own where a kernel reads it.
+LIBRARY_ROWS = 16
+# Most rows whose product comes quantised for the next one. Larger numbers are not measured.
+MOST_QUANTISED_NEXT = 256
 
 
 def fp8_matmul(
@@ -52,6 +62,7 @@ def fp8_matmul(
     *,
     norm: RowNorm | None = None,
     largest: jax.Array | None = None,
+    scales: jax.Array | None = None,
     implementation: str = "reference",
 ) -> jax.Array:
     """Return [x @ w for w in weights] side by side, as pallas_kernels.matmul does.
@@ -65,17 +76,21 @@ def fp8_matmul(
     largest: of measured_swiglu, which has made x: the product then need not look for the largest
              magnitudes, which changes no bits. Or of product_for_norm, with squares. Kernels alone
              take it, and not with a norm
+    scales:  float32 [rows], of quantised_swiglu or product_and_norm, whose codes inputs.x is: they
+             are multiplied as they are
 
     Raises ValueError for shapes that do not fit together and for inputs that the implementation
     does not support.
     """
     if largest is not None and (norm is not None or implementation == "reference"):
         raise ValueError("largest: expected None with a norm or the reference, got an array")
-    if not _runs_kernel(inputs, implementation, norm):
-        return reference.fp8_matmul(inputs, norm)
+    if scales is not None and largest is not None:
+        raise ValueError("largest: expected None with scales, got an array")
+    if not _runs_kernel(inputs, implementation, norm, scales):
+        return reference.fp8_matmul(inputs, norm, scales)
     from pallas_kernels.fp8_matmul import mosaic_gpu
 
-    return mosaic_gpu.fp8_matmul(inputs, norm, largest).out
+    return mosaic_gpu.fp8_matmul(inputs, norm, largest, scales).out
 
 
 def measured_swiglu(
@@ -127,6 +142,84 @@ def product_for_norm(
     return mosaic_gpu.product_for_norm(inputs, largest)
 
 
+def quantised_swiglu(
+    inputs: Inputs[Fp8Weight],
+    *,
+    norm: RowNorm | None = None,
+    scales: jax.Array | None = None,
+    implementation: str = "reference",
+) -> Rows:
+    """Return fp8_matmul of gate and up, quantised by token for the product after it.
+
+    The kernel rounds silu(gate) * up as that of few rows does: silu(gate) once. See quantises_next;
+    for norm and scales, fp8_matmul.
+
+    Raises ValueError as fp8_matmul does, and for a product without SwiGLU or with a residual.
+    """
+    if not inputs.swiglu or inputs.residual is not None:
+        got = f"swiglu {inputs.swiglu} and residual {inputs.residual is not None}"
+        raise ValueError(f"quantised_swiglu: expected swiglu and no residual, got {got}")
+    if not _runs_kernel(inputs, implementation, norm, scales, quantises_next=True):
+        return reference.quantised_swiglu(inputs, norm, scales)
+    from pallas_kernels.fp8_matmul import mosaic_gpu
+
+    return mosaic_gpu.quantised_swiglu(inputs, norm, scales)
+
+
+def product_and_norm(
+    inputs: Inputs[Fp8Weight],
+    next_norm: RowNorm,
+    *,
+    scales: jax.Array | None = None,
+    implementation: str = "reference",
+) -> tuple[jax.Array, Rows]:
+    """Return fp8_matmul with a residual, and the norm of that, quantised by token.
+
+    The kernel adds up parts of the depth in order. See quantises_next; for scales, fp8_matmul.
+
+    Raises ValueError as fp8_matmul does, and for a product without a residual or with a bias.
+    """
+    if inputs.residual is None or inputs.bias is not None:
+        got = f"residual {inputs.residual is not None} and bias {inputs.bias is not None}"
+        raise ValueError(f"product_and_norm: expected a residual and no bias, got {got}")
+    if next_norm.gain.shape != inputs.residual.shape[1:]:
+        raise ValueError(f"gain: expected {inputs.residual.shape[1:]}, got {next_norm.gain.shape}")
+    if not _runs_kernel(inputs, implementation, None, scales, quantises_next=True):
+        return reference.product_and_norm(inputs, next_norm, scales)
+    from pallas_kernels.fp8_matmul import mosaic_gpu
+
+    return mosaic_gpu.product_and_norm(inputs, next_norm, scales)
+
+
+def quantises_next(
+    rows: int, width: int, weights: Sequence[Fp8Weight], *, swiglu: bool = False
+) -> bool:
+    """Return whether a product of many rows comes quantised for the next product.
+
+    width:   of its result
+    weights: of both products
+    swiglu:  quantised_swiglu makes the result; else product_and_norm
+    """
+    return _not_quantised_next(rows, width, weights, swiglu=swiglu) is None
+
+
+def _not_quantised_next(
+    rows: int, width: int, weights: Sequence[Fp8Weight], *, swiglu: bool
+) -> str | None:
+    """Return why no kernel quantises a product's result, None if one does."""
+    if reason := hopper.too_old():
+        return reason
+    from pallas_kernels.fp8_matmul import mosaic_gpu
+
+    if not plan.MAX_ROWS < rows <= MOST_QUANTISED_NEXT:
+        return f"expected {plan.MAX_ROWS + 1} to {MOST_QUANTISED_NEXT} rows, got {rows}"
+    if any(w.activation != "token" or w.scales.ndim != w.codes.ndim - 1 for w in weights):
+        return "expected weights by channel and activations by token"
+    if not mosaic_gpu.quantises_next(width, swiglu=swiglu):
+        return f"expected a result that a kernel quantises, got one of {width} values"
+    return None
+
+
 def shares_norm(rows: int, width: int, weights: Sequence[Fp8Weight]) -> bool:
     """Return whether products of few rows share the norm between them.
 
@@ -156,14 +249,18 @@ def _runs_kernel(
     inputs: Inputs[Fp8Weight],
     implementation: str,
     norm: RowNorm | None = None,
+    scales: jax.Array | None = None,
     *,
     gains: bool = False,
+    quantises_next: bool = False,
 ) -> bool:
     """Return whether the kernel runs; raise ValueError for inputs that do not fit.
 
-    gains: whether inputs may have a gain
+    gains:          whether inputs may have a gain
+    quantises_next: whether the result comes quantised
     """
     check(inputs, gains=gains)
+    _check_scales(inputs, norm, scales)
     if norm is not None and inputs.squares is not None:
         raise ValueError("squares: expected none with a norm, got an array")
     if norm is not None and norm.gain.shape != inputs.x.shape[1:]:
@@ -176,6 +273,14 @@ def _runs_kernel(
         if inputs.squares is not None and not shares_norm(rows, depth, inputs.weights):
             expected = f"squares of at most {plan.MAX_ROWS} rows of a multiple of 1024 values"
             return f"expected {expected}, got {rows} of {depth}"
+        if quantises_next:
+            product, residual = Product.of(inputs), inputs.residual
+            out_dtype = jnp.dtype(product.out_dtype)
+            if out_dtype != jnp.bfloat16 or (residual is not None and residual.dtype != out_dtype):
+                return f"expected a bfloat16 result and residual, got {out_dtype}"
+            found = _not_quantised_next(rows, product.width, inputs.weights, swiglu=inputs.swiglu)
+            if found is not None:
+                return found
         return None if norm is None else _not_quantised(inputs.x.shape[1])
 
     return runs_kernel("fp8_matmul", implementation, reason)
@@ -185,11 +290,12 @@ def unsupported(product: Product) -> str | None:
     """Return why no Mosaic kernel can make this product, None if one can."""
     if reason := hopper.too_old():
         return reason
-    if product.x.dtype != jnp.bfloat16:
+    are_codes = product.x.dtype == DTYPE
+    if product.x.dtype != jnp.bfloat16 and not are_codes:
         return f"expected bfloat16 rows, got {product.x.dtype}"
     weights = product.weights
     if product.rows > plan.MAX_ROWS and not _in_parts(product):  # XLA multiplies them
-        return _not_quantised(product.depth)
+        return None if are_codes else _not_quantised(product.depth)
     if len(weights) > 1 and not product.swiglu:
         return f"expected one weight, or gate and up with swiglu, got {len(weights)}"
     from pallas_kernels.fp8_matmul.mosaic_gpu.product import product_of
@@ -217,6 +323,21 @@ def _not_quantised(depth: int) -> str | None:
     from pallas_kernels.fp8_matmul.mosaic_gpu.quantise import STEP, takes
 
     return None if takes(depth) else f"expected rows of a multiple of {STEP} values, got {depth}"
+
+
+def _check_scales(
+    inputs: Inputs[Fp8Weight], norm: RowNorm | None, scales: jax.Array | None
+) -> None:
+    """Raise ValueError for scales that do not go with x."""
+    if (scales is not None) != (inputs.x.dtype == DTYPE):
+        got = f"{inputs.x.dtype} and {'none' if scales is None else 'scales'}"
+        raise ValueError(f"scales: expected them with rows in fp8 alone, got {got}")
+    if scales is None:
+        return
+    if norm is not None or inputs.squares is not None or inputs.weights[0].activation != "token":
+        raise ValueError("scales: expected no norm, and activations by token")
+    if scales.shape != inputs.x.shape[:1]:
+        raise ValueError(f"scales: expected {inputs.x.shape[:1]}, got {scales.shape}")
 
 
 def check(inputs: Inputs[Fp8Weight], *, gains: bool = False) -> None:

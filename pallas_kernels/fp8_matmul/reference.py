@@ -22,14 +22,33 @@ SPLIT_ROWS, DEPTH_PARTS = range(129, 257), 4
 PART_DEPTH, TILE = 3072, 128
 
 
-def fp8_matmul(inputs: Inputs[Fp8Weight], norm: RowNorm | None = None) -> jax.Array:
+def fp8_matmul(
+    inputs: Inputs[Fp8Weight], norm: RowNorm | None = None, scales: jax.Array | None = None
+) -> jax.Array:
     """Run the op; see pallas_kernels.fp8_matmul.fp8_matmul."""
     x, first = inputs.x, inputs.weights[0]
+    if scales is not None:
+        return multiply(Rows(x, scales), inputs)
     x = x if norm is None else rms_norm(x, norm.gain, eps=norm.eps)
     rows = quantise(x, first.activation, first.activation_scale)
     if (factor := norm_factor(inputs)) is not None:
         rows = replace(rows, scales=rows.scales * factor)
     return multiply(rows, inputs)
+
+
+def quantised_swiglu(
+    inputs: Inputs[Fp8Weight], norm: RowNorm | None, scales: jax.Array | None
+) -> Rows:
+    """Run the op; see pallas_kernels.fp8_matmul.quantised_swiglu."""
+    return quantise(fp8_matmul(inputs, norm, scales), "token")
+
+
+def product_and_norm(
+    inputs: Inputs[Fp8Weight], next_norm: RowNorm, scales: jax.Array | None
+) -> tuple[jax.Array, Rows]:
+    """Run the op; see pallas_kernels.fp8_matmul.product_and_norm."""
+    out = fp8_matmul(inputs, scales=scales)
+    return out, quantise(rms_norm(out, next_norm.gain, eps=next_norm.eps), "token")
 
 
 def multiply(rows: Rows, inputs: Inputs[Fp8Weight]) -> jax.Array:
@@ -43,32 +62,40 @@ def _product(rows: Rows, weight: Fp8Weight) -> jax.Array:
         return lax.platform_dependent(
             rows, weight, cpu=_scaled_before(jnp.float32), default=_scaled_before(jnp.bfloat16)
         )
+    return add_parts(products_of_parts(rows.codes, weight.codes)) * weight.scales * rows.spread()
+
+
+def products_of_parts(x: jax.Array, codes: jax.Array) -> jax.Array:
+    """Return float32 [parts, rows, width], whose sum is the product of codes.
+
+    The depth of a narrow result has several parts if it is great.
+    """
     # Else XLA merges products of few rows and joins their weights in every call. A barrier of the
     # rows alone would be one for all products.
-    codes = lax.optimization_barrier((rows.codes, weight.codes))
-    sums = lax.platform_dependent(*codes, cpu=_product_of_float32, default=product_in_parts)
-    return sums * weight.scales * rows.spread()
+    operands = lax.optimization_barrier((x, codes))
+    return lax.platform_dependent(*operands, cpu=_parts_of_float32, default=_parts_of_codes)
 
 
-def _product_of_codes(x: jax.Array, codes: jax.Array) -> jax.Array:
-    return lax.dot_general(x, codes, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+def add_parts(parts: jax.Array) -> jax.Array:
+    """Return the sum of products_of_parts, float32 [rows, width]."""
+    return parts[0] if parts.shape[0] == 1 else parts.sum(0)
 
 
-def product_in_parts(x: jax.Array, codes: jax.Array) -> jax.Array:
-    """Return the product of codes: of a narrow result from great depths, the sum of its parts."""
+def _parts_of_codes(x: jax.Array, codes: jax.Array) -> jax.Array:
     (rows, depth), width, parts = x.shape, codes.shape[0], DEPTH_PARTS
     tiles = -(-rows // TILE) * -(-width // TILE)
     is_narrow = rows in SPLIT_ROWS and tiles * parts <= 2 * NUM_SMS
     if not is_narrow or depth < parts * PART_DEPTH or depth % (parts * BLOCK):
-        return _product_of_codes(x, codes)
+        contract = (((1,), (1,)), ((), ()))
+        return lax.dot_general(x, codes, contract, preferred_element_type=jnp.float32)[None]
     by_part = x.reshape(rows, parts, -1), codes.reshape(width, parts, -1)
     contract = (((2,), (2,)), ((1,), (1,)))
-    return lax.dot_general(*by_part, contract, preferred_element_type=jnp.float32).sum(0)
+    return lax.dot_general(*by_part, contract, preferred_element_type=jnp.float32)
 
 
-def _product_of_float32(x: jax.Array, codes: jax.Array) -> jax.Array:
+def _parts_of_float32(x: jax.Array, codes: jax.Array) -> jax.Array:
     # XLA's CPU products of fp8 would round their sums.
-    return _product_of_codes(x.astype(jnp.float32), codes.astype(jnp.float32))
+    return _parts_of_codes(x.astype(jnp.float32), codes.astype(jnp.float32))
 
 
 def _scaled_before(dtype: jnp.dtype | type):

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxspec.config import Ops
-from pallas_kernels import fp8_matmul, int4_matmul
+from pallas_kernels import fp8_matmul, hopper, int4_matmul
 from pallas_kernels.fp8_matmul.shapes import SHAPES as FP8
 from pallas_kernels.fp8_matmul.shapes import make_inputs as make_fp8
 from pallas_kernels.int4_matmul.shapes import SHAPES as INT4
@@ -192,3 +192,73 @@ def test_a_norm_and_the_codes_after_it_are_one_kernel(form: str, rows: int) -> N
             weight,
         )
         assert h200.stack_and_spills(report()) == [(0, 0, 0)]
+
+
+def spills_of(run: Any, *args: Any) -> list[tuple[int, int, int]]:
+    with h200.ptxas_report() as report:
+        h200.compile_for_h200(run, *args)
+        return h200.stack_and_spills(report())
+
+
+def float32(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+
+def bfloat16(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+
+
+@pytest.mark.parametrize("rows", [65, 256])
+@pytest.mark.parametrize("width", [1536, 12288, 14336, 16384, 18944, 25600])
+def test_swiglu_of_many_rows_keeps_rows_in_registers(width: int, rows: int) -> None:
+    from pallas_kernels.fp8_matmul.mosaic_gpu.swiglu_rows import Products, choose_tuning
+    from pallas_kernels.fp8_matmul.mosaic_gpu.swiglu_rows import swiglu_rows as run
+
+    sums, columns = float32(rows, width), float32(width)
+    products = Products(sums, sums, columns, columns, float32(rows))
+    assert spills_of(run, products) == [(0, 0, 0)]
+    assert choose_tuning(rows, width).rows == 1 + (rows > hopper.NUM_SMS and width <= 16384)
+
+
+@pytest.mark.parametrize("parts", [1, 4])
+@pytest.mark.parametrize("width", [1024, 4096, 5120, 8192])
+def test_a_sum_of_many_rows_under_its_norm_keeps_a_row_in_registers(width: int, parts: int) -> None:
+    from pallas_kernels.fp8_matmul.mosaic_gpu.quantise import Sums, add_and_quantise
+
+    sums = Sums(float32(parts, 256, width), float32(width), float32(256), bfloat16(256, width))
+
+    def run(sums: Any, gain: Any) -> Any:
+        return add_and_quantise(sums, fp8_matmul.RowNorm(gain, 1e-5))
+
+    assert spills_of(run, sums, bfloat16(width)) == [(0, 0, 0)]
+
+
+@pytest.mark.parametrize("rows", [80, 128, 208, 256])
+def test_codes_go_from_gate_and_up_to_down_and_qkv_in_two_kernels_beside_cublas(rows: int) -> None:
+    """The first one norms and quantises the rows of gate and up."""
+
+    def of(name: str) -> Any:
+        shape = dataclasses.replace(FP8[f"llama-3-8b {name} channel rows 256"], rows=rows)
+        return jax.eval_shape(lambda: make_fp8(shape, 0))
+
+    def run(gate_up: Any, down: Any, qkv: Any, gain: Any) -> Any:
+        norm, kernel = fp8_matmul.RowNorm(gain, 1e-5), "mosaic_gpu"
+        inner = fp8_matmul.quantised_swiglu(gate_up, norm=norm, implementation=kernel)
+        down = dataclasses.replace(down, x=inner.codes)
+        stream, normed = fp8_matmul.product_and_norm(
+            down, norm, scales=inner.scales, implementation=kernel
+        )
+        qkv = dataclasses.replace(qkv, x=normed.codes)
+        scales = normed.scales
+        return stream, fp8_matmul.fp8_matmul(qkv, scales=scales, implementation=kernel)
+
+    options = dict(Ops(matmul="mosaic_gpu").compiler_options(cuda_graphs=True))
+    arguments = of("gate_up"), of("down"), of("qkv"), bfloat16(4096)
+    with h200.ptxas_report() as report:
+        hlo = h200.compile_for_h200(run, *arguments, options=options).as_text()
+        assert h200.stack_and_spills(report()) == [(0, 0, 0)] * 3
+    entry = hlo.split("ENTRY", 1)[1]
+    assert entry.count('"mosaic_gpu_v2"') == 3
+    assert entry.count('"__cublas$lt$matmul$f8"') == 4
+    # The scales of qkv and its cast, and nothing else.
+    [_] = re.findall(r"= \S+ (?:copy|fusion|transpose|pad|slice)\(.*", entry)

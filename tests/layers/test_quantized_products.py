@@ -17,7 +17,7 @@ from jaxspec.layers.mlp import add_mlp
 from jaxspec.layers.norms import Norm, rms_norm
 from jaxspec.layers.params import AnyWeight, Weight
 from pallas_kernels import fp8_matmul, int4_matmul, matmul
-from tests.kernels.interpreter import needs_mosaic
+from tests.kernels.interpreter import interpreted, needs_mosaic
 from tests.kernels.test_fp8_matmul import fp8_weight
 from tests.kernels.test_int4_matmul import int4_weight
 
@@ -145,3 +145,88 @@ def test_gate_and_up_hand_their_largest_magnitudes_to_down(
     prepared = layers.ResidualStream(x, largest=found)
     layers.project(prepared, (down,), ops, norm=Norm(gain, 1e-5))
     assert seen == [None]
+
+
+def many_rows_case(form: str = "channel") -> tuple[dict[str, Any], jax.Array, Norm]:
+    """A layer's MLP, 66 rows, which are padded to 80, and the norm after it."""
+    gate, up, down, qkv = (fp8_weight(seed, 1024, 1024, form) for seed in range(4))
+    gain = 1 + normal(2, 1024).astype(jnp.bfloat16) / 4
+    layer = {"post_attention_layernorm": gain, "gate_proj": gate, "up_proj": up, "down_proj": down}
+    return layer, normal(0, 22, 3, 1024).astype(jnp.bfloat16), Norm(gain, 1e-5, (qkv,))
+
+
+def values(x: jax.Array) -> np.ndarray:
+    return np.asarray(x, np.float32)
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The kernels that are traced, in turn."""
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    kernel, seen = plgpu.kernel, []
+    jax.clear_caches()
+
+    def note(body: Any, **options: Any) -> Any:
+        seen.append(options["kernel_name"])
+        return kernel(body, **options)
+
+    monkeypatch.setattr(plgpu, "kernel", note)
+    return seen
+
+
+SWIGLU, SUM = "swiglu_rows_1024", "add_and_quantise_1024_normed"
+
+
+@needs_mosaic
+def test_many_rows_go_from_product_to_product_as_codes(kernels: list[str]) -> None:
+    layer, x, norm = many_rows_case()
+    ops = Ops(matmul="mosaic_gpu", rms_norm="mosaic_gpu")
+    with interpreted():
+        stream = add_mlp(layer, 1e-5, x, ops, next_norm=norm)
+        assert kernels == ["quantise_1024_normed", SWIGLU, SUM]
+        assert stream.quantised is not None and stream.quantised.codes.shape == (80, 1024)
+        kernels.clear()
+        qkv = layers.project(stream, norm.weights, ops, norm=norm)
+        assert not kernels
+        # The same by kernels and XLA in turn.
+        separate = add_mlp(
+            layer, 1e-5, x, dataclasses.replace(ops, is_prefill=True), next_norm=norm
+        )
+        expected = layers.project(stream.x, norm.weights, ops, norm=norm)
+    np.testing.assert_array_equal(values(qkv), values(expected))
+    error = np.linalg.norm(values(stream.x) - values(separate.x))
+    assert error <= 0.01 * np.linalg.norm(values(separate.x) - values(x))
+
+
+@needs_mosaic
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ("none", {SWIGLU, SUM}),
+        ("256 rows", {SWIGLU, SUM}),
+        ("64 rows", set()),  # products share a norm
+        ("257 rows", set()),
+        ("prefill", set()),
+        ("blocks", set()),
+        ("no norm", {SWIGLU}),
+        ("no kernel of norms", {SWIGLU}),
+        ("other weights after the norm", {SWIGLU}),
+    ],
+)
+def test_which_products_of_many_rows_hand_on_codes(
+    change: str, expected: set[str], kernels: list[str]
+) -> None:
+    layer, x, norm = many_rows_case("block" if change == "blocks" else "channel")
+    if change.endswith("rows"):
+        x = jnp.zeros((1, int(change.split()[0]), 1024), jnp.bfloat16)
+    if change == "other weights after the norm":
+        norm = Norm(norm.gain, norm.eps, (of_form("int4"),))
+    norms = "reference" if change == "no kernel of norms" else "mosaic_gpu"
+    ops = Ops(matmul="mosaic_gpu", rms_norm=norms, is_prefill=change == "prefill")
+    next_norm = None if change == "no norm" else norm
+    with interpreted():
+        stream = jax.eval_shape(lambda x: add_mlp(layer, 1e-5, x, ops, next_norm=next_norm), x)
+    assert {SWIGLU, SUM} & set(kernels) == expected
+    assert (stream.quantised is not None) == (SUM in expected)
+    assert stream.x.shape == x.shape and stream.x.dtype == x.dtype

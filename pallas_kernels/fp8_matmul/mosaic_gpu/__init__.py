@@ -9,14 +9,16 @@ blocks have scales.
 Hopper's tensor cores keep about 14 bits of a sum of fp8 products. So a sum ends after 128 depths,
 and registers add it to the others in float32 (DeepSeek-V3 technical report, section 3.3.2).
 
-XLA (cublasLt) multiplies more rows, a narrow result from great depths in parts of the depth. Blocks
-of scales have no library call, and XLA dequantises them first. So up to 256 rows are multiplied 64
-at a time.
+XLA (cublasLt) multiplies more rows, a narrow result from great depths in parts of the depth. Of up
+to 256 rows with one scale each, a kernel makes the next product's codes from the float32 sums.
+Blocks of scales have no library call, and XLA dequantises them first. So up to 256 rows are
+multiplied 64 at a time.
 
 The order of summation of few rows depends on the weights alone (pallas_kernels/matmul/plan.py).
 
     row_parts.py    how warps reduce whole rows, and what a product has found in them
     quantise.py     rows in fp8, after a norm or as they are
+    swiglu_rows.py  SwiGLU of many rows in fp8, from cuBLAS's sums of gate and up
     own_rows.py     few rows that the product norms and quantises itself
     product.py      the product
 """
@@ -32,7 +34,15 @@ from pallas_kernels.fp8_matmul import reference
 from pallas_kernels.fp8_matmul import rows as plain
 from pallas_kernels.fp8_matmul.mosaic_gpu import own_rows, row_parts
 from pallas_kernels.fp8_matmul.mosaic_gpu.product import Made, multiply, product_of
-from pallas_kernels.fp8_matmul.mosaic_gpu.quantise import quantise, takes
+from pallas_kernels.fp8_matmul.mosaic_gpu.quantise import (
+    Sums,
+    add_and_quantise,
+    quantise,
+    takes,
+    takes_sums,
+)
+from pallas_kernels.fp8_matmul.mosaic_gpu.swiglu_rows import Products, swiglu_rows
+from pallas_kernels.fp8_matmul.mosaic_gpu.swiglu_rows import takes as takes_swiglu
 from pallas_kernels.fp8_matmul.rows import BeforeNorm, RowNorm, Rows
 from pallas_kernels.fp8_matmul.weight import Fp8Weight
 from pallas_kernels.matmul.inputs import Inputs
@@ -43,6 +53,7 @@ def fp8_matmul(
     inputs: Inputs[Fp8Weight],
     norm: RowNorm | None = None,
     largest: jax.Array | None = None,
+    scales: jax.Array | None = None,
     *,
     measures: bool = False,
 ) -> Made:
@@ -50,6 +61,8 @@ def fp8_matmul(
 
     measures: find the largest magnitudes in the result too; for at most MAX_ROWS rows
     """
+    if scales is not None:
+        return multiply_quantised(Rows(inputs.x, scales), inputs, measures=measures)
     is_known = inputs.squares is None or largest is not None
     own = quantises(Product.of(inputs), measured=largest is not None, normed=norm is not None)
     if is_known and own:
@@ -66,9 +79,39 @@ def product_for_norm(inputs: Inputs[Fp8Weight], largest: jax.Array | None) -> Be
     return BeforeNorm(made.out, made.scaled, made.squares, made.largest)
 
 
-def quantised(inputs: Inputs[Fp8Weight], norm: RowNorm | None = None) -> Rows:
-    """Return the rows, or their norm, in fp8: from a kernel where one takes the depth."""
+def quantised_swiglu(
+    inputs: Inputs[Fp8Weight], norm: RowNorm | None, scales: jax.Array | None
+) -> Rows:
+    """Run the op; see pallas_kernels.fp8_matmul.quantised_swiglu."""
+    rows = quantised(inputs, norm, scales)
+    gate, up = inputs.weights
+    sums = [
+        reference.add_parts(reference.products_of_parts(rows.codes, weight.codes))
+        for weight in (gate, up)
+    ]
+    return swiglu_rows(Products(sums[0], sums[1], gate.scales, up.scales, rows.scales))
+
+
+def product_and_norm(
+    inputs: Inputs[Fp8Weight], next_norm: RowNorm, scales: jax.Array | None
+) -> tuple[jax.Array, Rows]:
+    """Run the op; see pallas_kernels.fp8_matmul.product_and_norm."""
+    rows, [weight] = quantised(inputs, None, scales), inputs.weights
+    assert inputs.residual is not None
+    parts = reference.products_of_parts(rows.codes, weight.codes)
+    return add_and_quantise(Sums(parts, weight.scales, rows.scales, inputs.residual), next_norm)
+
+
+def quantised(
+    inputs: Inputs[Fp8Weight], norm: RowNorm | None = None, scales: jax.Array | None = None
+) -> Rows:
+    """Return the rows, or their norm, in fp8: from a kernel where one takes the depth.
+
+    scales: of rows that are codes already
+    """
     x, weight = inputs.x, inputs.weights[0]
+    if scales is not None:
+        return Rows(x, scales)
     if takes(x.shape[1]):
         eps = 0.0 if inputs.squares is None else inputs.eps
         scale = weight.activation_scale
@@ -112,6 +155,11 @@ def takes_largest(rows: int, weight: Fp8Weight) -> bool:
     x = jax.ShapeDtypeStruct((rows, weight.depth), jnp.bfloat16)
     inputs = Inputs(x=x, weights=(weight,))  # type: ignore[arg-type]
     return quantises(Product.of(inputs), measured=True)
+
+
+def quantises_next(width: int, *, swiglu: bool) -> bool:
+    """Return whether a kernel quantises a product's rows of this width for the next product."""
+    return takes_swiglu(width) if swiglu else takes_sums(width)
 
 
 def shares_norm(rows: int, width: int, weights: Sequence[Fp8Weight]) -> bool:

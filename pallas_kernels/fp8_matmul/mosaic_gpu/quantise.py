@@ -1,8 +1,14 @@
-"""Rows in fp8, after a norm or as they are. One CTA for each row: no scale depends on another."""
+"""Rows in fp8, after a norm or as they are. One CTA for each row: no scale depends on another.
+
+A row may be there already, or be the sum of the residual stream and a product of many rows, whose
+float32 sums come from cuBLAS (`Sums`).
+"""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
+from typing import Generic, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -21,14 +27,37 @@ from pallas_kernels.matmul.plan import MAX_ROWS, REDUCTION_BYTES, WARPS, padded_
 from pallas_kernels.mosaic import load, store
 from pallas_kernels.types import Ref
 
+T = TypeVar("T")  # an array, or the kernel's ref
+
 VALUES = 8  # that a thread of the warpgroup reads at once
 STEP = 128 * VALUES  # depths
 BLOCKS = STEP // BLOCK
+MAX_SUMS_WIDTH = 8192  # whose parts of the depth registers hold
+
+
+class Sums(NamedTuple, Generic[T]):
+    """A product that has no scales yet, and the residual stream that it is added to.
+
+    parts:    float32 [parts, rows, width], whose sum is the product of codes
+    columns:  float32 [width], scales of the weight
+    rows:     float32 [rows], scales of the rows that it multiplied
+    residual: [rows, width]
+    """
+
+    parts: T
+    columns: T
+    rows: T
+    residual: T
 
 
 def takes(depth: int) -> bool:
     """Return whether the kernel takes rows of this depth; XLA takes all."""
     return depth % STEP == 0
+
+
+def takes_sums(width: int) -> bool:
+    """Return whether `add_and_quantise` takes rows of this width."""
+    return takes(width) and width <= MAX_SUMS_WIDTH
 
 
 def quantise(
@@ -46,29 +75,41 @@ def quantise(
     squares, eps: of "token" activations without a norm here: see matmul.Inputs. The scales then
                   have the factor of the norm
     """
-    return Rows(*_quantise(x, activation, scale, norm, squares, eps))
+    return Rows(*_quantise(x, activation, scale, norm, squares, eps)[:2])
+
+
+def add_and_quantise(sums: Sums[jax.Array], norm: RowNorm) -> tuple[jax.Array, Rows]:
+    """Return the stream [rows, width] with the product added, and its norm by token.
+
+    The bits of the norm and of the codes are those of `quantise` of the stream.
+    """
+    codes, scales, stream = _quantise(sums, "token", None, norm, None, norm.eps)
+    assert stream is not None
+    return stream, Rows(codes, scales)
 
 
 # Compiled as a function of its own, so that layers and programs share one kernel.
 @lowered_once(static_argnames=("activation", "eps"))
 def _quantise(
-    x: jax.Array,
+    x: jax.Array | Sums[jax.Array],
     activation: Activation,
     scale: jax.Array | None,
     norm: RowNorm | None,
     squares: jax.Array | None,
     eps: float,
-) -> tuple[jax.Array, jax.Array]:
-    rows, depth = x.shape
+) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    values = x.residual if isinstance(x, Sums) else x
+    rows, depth = values.shape
     gain, eps = (None, eps) if norm is None else (norm.gain, norm.eps)
     assert squares is None or (activation == "token" and norm is None)
     # The product of few rows reads whole tiles of scales. Those past the last row are not written.
     padded = padded_rows(rows) if rows <= MAX_ROWS else rows
     if activation == "block":
+        assert not isinstance(x, Sums)
         shape, body = (depth // BLOCK, BLOCK), _by_block(depth, eps)
         scales_shape, scratch = (depth // BLOCK, padded), ()
     else:
-        shape, body = row_parts.in_parts(x).shape[1:], _by_row(depth, eps)
+        shape, body = row_parts.in_parts(values).shape[1:], _by_row(depth, eps)
         scales_shape = (padded,)
         scratch = (plgpu.SMEM((row_parts.KINDS, row_parts.ROWS, row_parts.PARTS), jnp.float32),)
     kernel = plgpu.kernel(
@@ -76,24 +117,34 @@ def _quantise(
         out_type=(
             jax.ShapeDtypeStruct((rows, *shape), DTYPE),
             jax.ShapeDtypeStruct(scales_shape, jnp.float32) if scale is None else None,
+            jax.ShapeDtypeStruct((rows, *shape), values.dtype) if isinstance(x, Sums) else None,
         ),
         grid=(rows,),
         grid_names=("row",),
-        kernel_name=f"quantise_{depth}" + ("" if gain is None and squares is None else "_normed"),
+        kernel_name=("add_and_" if isinstance(x, Sums) else "")
+        + f"quantise_{depth}"
+        + ("" if gain is None and squares is None else "_normed"),
         scratch_types=scratch,
         compiler_params=plgpu.CompilerParams(
             lowering_semantics=plgpu.LoweringSemantics.Lane,
             reduction_scratch_bytes=REDUCTION_BYTES if activation == "block" else 0,
         ),
     )
+
+    def in_parts(a: jax.Array) -> jax.Array:
+        return a.reshape(*a.shape[:-1], *shape)
+
     arrays = (
-        x.reshape(rows, *shape),
+        Sums(in_parts(x.parts), in_parts(x.columns), x.rows, in_parts(x.residual))
+        if isinstance(x, Sums)
+        else in_parts(x),
         None if scale is None else scale[None],
-        None if gain is None else gain.reshape(shape),
+        None if gain is None else in_parts(gain),
         None if squares is None else row_parts.by_warp(squares),
     )
-    codes, made = kernel(*arrays)
-    return codes.reshape(rows, depth), made if scale is None else scale
+    codes, made, stream = kernel(*arrays)
+    stream = None if stream is None else stream.reshape(rows, depth)
+    return codes.reshape(rows, depth), made if scale is None else scale, stream
 
 
 def _wait_for_rows() -> None:
@@ -109,12 +160,13 @@ def _by_row(depth: int, eps: float) -> Callable[..., None]:
     layout = row_parts.layout_of(depth)
 
     def body(
-        x: Ref,
+        x: Ref | Sums[Ref],
         scale: Ref | None,
         gain: Ref | None,
         squares: Ref | None,
         codes: Ref,
         scales: Ref | None,
+        stream: Ref | None,
         shared: Ref,
     ) -> None:
         row, halves = lax.axis_index("row"), range(row_parts.HALVES)
@@ -123,10 +175,17 @@ def _by_row(depth: int, eps: float) -> Callable[..., None]:
         def read(ref: Ref) -> list[jax.Array]:
             return [load(ref.at[half], layout, optimized=False) for half in halves]
 
-        # No kernel writes the gain: it need not wait for the kernel before.
+        # No kernel writes gain and weight's scales: they need not wait for the kernel before.
         gains = None if gain is None else read(gain)
+        columns = read(x.columns) if isinstance(x, Sums) else []
         _wait_for_rows()
-        values = read(x.at[row])
+        if isinstance(x, Sums):
+            assert stream is not None
+            values = _added(x, columns, row, read)
+            for half in halves:
+                store(stream.at[row, half], values[half])
+        else:
+            values = read(x.at[row])
         if gains is None:
             values = [half.astype(jnp.float32) for half in values]
         else:
@@ -148,6 +207,26 @@ def _by_row(depth: int, eps: float) -> Callable[..., None]:
     return body
 
 
+def _added(
+    sums: Sums[Ref],
+    columns: list[jax.Array],
+    row: jax.Array,
+    read: Callable[[Ref], list[jax.Array]],
+) -> list[jax.Array]:
+    """Return the halves of a row of the stream, with the product added.
+
+    columns: the weight's scales, in registers. read: returns the halves of a row
+    """
+    parts = [read(sums.parts.at[part, row]) for part in range(sums.parts.shape[0])]
+    residual, by_row, added = read(sums.residual.at[row]), sums.rows[row], []
+    for half, before in enumerate(residual):
+        total = functools.reduce(jnp.add, (part[half] for part in parts))
+        product = (total * columns[half] * by_row).astype(before.dtype)
+        wide = before.astype(jnp.float32) + product.astype(jnp.float32)
+        added.append(wide.astype(before.dtype))
+    return added
+
+
 def _squares_of(row: jax.Array, squares: Ref, shared: Ref) -> list[jax.Array]:
     """Return the sums of a row's squares in the pieces of each warp."""
     rows = row_parts.ROWS
@@ -167,7 +246,9 @@ def _by_block(depth: int, eps: float) -> Callable[..., None]:
         vector_dim=-1,
     )
 
-    def body(x: Ref, _: None, gain: Ref | None, __: None, codes: Ref, scales: Ref) -> None:
+    def body(
+        x: Ref, _: None, gain: Ref | None, __: None, codes: Ref, scales: Ref, ___: None
+    ) -> None:
         row = lax.axis_index("row")
         gains = None if gain is None else load(gain, layout, optimized=False)
         _wait_for_rows()

@@ -1,0 +1,390 @@
+"""Many rows between products of fp8 weights: SwiGLU, and sums under a norm, come quantised by
+token, with the bits of the ops one by one."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from pallas_kernels.fp8_matmul import (
+    Fp8Weight,
+    Inputs,
+    RowNorm,
+    Rows,
+    fp8_matmul,
+    product_and_norm,
+    quantise,
+    quantised_swiglu,
+    quantises_next,
+)
+from tests.kernels.interpreter import interpreted, needs_mosaic
+from tests.kernels.test_fp8_matmul import bits, fp8_weight, gain_of, residual_of, rows_of
+
+
+def codes_of(rows: Rows) -> np.ndarray:
+    return np.asarray(rows.codes).view(np.uint8)
+
+
+def assert_same_rows(got: Rows, expected: Rows) -> None:
+    np.testing.assert_array_equal(codes_of(got), codes_of(expected))
+    np.testing.assert_array_equal(bits(got.scales), bits(expected.scales))
+
+
+def assert_close_rows(got: Rows, expected: Rows, same: float) -> None:
+    """The next code, where a rounding before it differs. same: least share of equal codes"""
+    a, b = (
+        np.asarray(r.codes).astype(np.float64) * np.asarray(r.spread()) for r in (got, expected)
+    )
+    size = np.asarray(expected.spread())
+    assert (np.abs(a - b) <= np.abs(b) / 7 + size / 64).all()
+    assert (codes_of(got) == codes_of(expected)).mean() >= same
+
+
+def normal(seed: int, *shape: int) -> jax.Array:
+    return jax.random.normal(jax.random.key(seed), shape, jnp.float32)
+
+
+def uniform(seed: int, *shape: int) -> jax.Array:
+    return jax.random.uniform(jax.random.key(seed), shape, jnp.float32, 0.5, 2.0)
+
+
+def rounded(x: jax.Array) -> jax.Array:
+    """x in bfloat16's precision. XLA drops a cast to bfloat16 and back."""
+    return lax.reduce_precision(x, 8, 7)
+
+
+# ---- the reference
+
+
+def swiglu_inputs(rows: int, depth: int, width: int) -> Inputs[Fp8Weight]:
+    weights = fp8_weight(0, width, depth, "channel"), fp8_weight(1, width, depth, "channel")
+    return Inputs(x=rows_of(0, rows, depth, jnp.bfloat16), weights=weights, swiglu=True)
+
+
+def sum_inputs(rows: int, depth: int, width: int) -> Inputs[Fp8Weight]:
+    weights, residual = (fp8_weight(0, width, depth, "channel"),), residual_of(rows, width)
+    return Inputs(x=rows_of(0, rows, depth, jnp.bfloat16), weights=weights, residual=residual)
+
+
+def test_the_reference_is_the_ops_one_by_one() -> None:
+    norm, gate_up, o = (
+        RowNorm(gain_of(256), 1e-5),
+        swiglu_inputs(5, 256, 64),
+        sum_inputs(5, 256, 256),
+    )
+    expected = quantise(fp8_matmul(gate_up, norm=norm), "token")
+    assert_same_rows(quantised_swiglu(gate_up, norm=norm), expected)
+    stream, rows = product_and_norm(o, norm)
+    np.testing.assert_array_equal(bits(stream), bits(fp8_matmul(o)))
+    x = quantise(o.x, "token")
+    given = dataclasses.replace(o, x=x.codes)
+    np.testing.assert_array_equal(bits(fp8_matmul(given, scales=x.scales)), bits(stream))
+    # The next product multiplies the codes as those of the norm that it would make itself.
+    following = Inputs(x=stream, weights=(fp8_weight(7, 64, 256, "channel"),))
+    got = fp8_matmul(dataclasses.replace(following, x=rows.codes), scales=rows.scales)
+    np.testing.assert_array_equal(bits(got), bits(fp8_matmul(following, norm=norm)))
+
+
+# ---- the kernels
+
+# Rows, width. A CTA has two of more than 132 rows, and four warpgroups have 512 values in turn.
+SWIGLU = {
+    "few": (3, 1024),
+    "65 rows": (65, 512),
+    "three warpgroups' values": (66, 1536),
+    "five warpgroups' values, odd rows in pairs": (133, 2560),
+    "200 rows": (200, 1024),
+    "256 rows": (256, 512),
+    "too wide for two rows a CTA": (134, 16896),
+    "llama-3-8b": (3, 14336),
+}
+
+
+def products_of(rows: int, width: int) -> Any:
+    from pallas_kernels.fp8_matmul.mosaic_gpu.swiglu_rows import Products
+
+    gate, up = (100 * normal(seed, rows, width) for seed in (0, 1))
+    return Products(
+        gate, up, uniform(2, width) / 50, uniform(3, width) / 50, 4 * uniform(4, rows) - 2
+    )
+
+
+@jax.jit
+def expected_swiglu(products: Any) -> jax.Array:
+    """silu(gate) * up, rounded where the kernel rounds."""
+    by_row = products.rows[:, None]
+    gate = rounded(products.gate * products.gate_columns * by_row)
+    up = rounded(products.up * products.up_columns * by_row)
+    return rounded(rounded(gate / (1.0 + jnp.exp(-gate))) * up)
+
+
+@needs_mosaic
+@pytest.mark.parametrize("name", SWIGLU)
+def test_swiglu_of_sums_is_quantised_as_it_would_be_alone(name: str) -> None:
+    from pallas_kernels.fp8_matmul.mosaic_gpu.swiglu_rows import swiglu_rows
+
+    products = products_of(*SWIGLU[name])
+    with interpreted():
+        got = swiglu_rows(products)
+    assert_same_rows(got, quantise(expected_swiglu(products), "token"))
+
+
+@needs_mosaic
+def test_swiglu_of_nan_infinity_zeros_and_the_largest_values_stays_in_its_row() -> None:
+    from pallas_kernels.fp8_matmul.mosaic_gpu.swiglu_rows import swiglu_rows
+
+    plain = products_of(8, 1024)._replace(rows=jnp.ones((8,)))
+    gate, up = np.asarray(plain.gate).copy(), np.asarray(plain.up).copy()
+    gate[1, 700], up[2, 900], gate[3] = np.nan, np.inf, 0.0
+    gate[4], up[4] = 1e4, 3e38  # past the largest bfloat16
+    gate[5], up[5] = 2e3, 1e37
+    gate[6] = -1e30  # exp overflows
+    products = plain._replace(gate=jnp.asarray(gate), up=jnp.asarray(up))
+    with interpreted():
+        got, alone = swiglu_rows(products), swiglu_rows(plain)
+    expected = quantise(expected_swiglu(products), "token")
+    for row in (0, 3, 5, 6, 7):
+        assert_same_rows(got.take_rows(row, row + 1), expected.take_rows(row, row + 1))
+    for row in (0, 7):
+        assert_same_rows(got.take_rows(row, row + 1), alone.take_rows(row, row + 1))
+    values = np.asarray(got.codes.astype(jnp.float32) * got.spread())
+    finite = [row for row in range(8) if np.isfinite(values[row]).all()]
+    assert finite == [0, 3, 5, 6, 7]
+    assert np.asarray(got.scales)[3] == 1.0 and (values[3] == 0).all()
+    assert np.abs(np.asarray(got.codes)[0].astype(np.float32)).max() == 448.0
+
+
+@needs_mosaic
+@pytest.mark.parametrize("place", [0, 130, 700, 1023])
+def test_swiglu_finds_the_largest_magnitude_wherever_it_lies(place: int) -> None:
+    from pallas_kernels.fp8_matmul.mosaic_gpu.swiglu_rows import swiglu_rows
+
+    products = products_of(2, 1536)
+    gate = products.gate.at[:, place].set(3e4)
+    products = products._replace(gate=gate, up=products.up.at[:, place].set(-3e4))
+    with interpreted():
+        got = swiglu_rows(products)
+    assert_same_rows(got, quantise(expected_swiglu(products), "token"))
+    assert (np.abs(np.asarray(got.codes)[:, place].astype(np.float32)) == 448.0).all()
+
+
+SUMS = {
+    "65 rows": (1, 65, 1024),
+    "four parts": (4, 130, 1024),
+    "256 rows": (1, 256, 1024),
+    "llama-3-8b's down": (4, 3, 4096),
+    "no power of two": (4, 5, 5120),
+}
+
+
+def sums_of(parts: int, rows: int, width: int) -> Any:
+    from pallas_kernels.fp8_matmul.mosaic_gpu.quantise import Sums
+
+    residual = rows_of(4, rows, width, jnp.bfloat16)
+    sums = 100 * normal(0, parts, rows, width)
+    return Sums(sums, uniform(1, width) / 50, uniform(2, rows), residual)
+
+
+@jax.jit
+def expected_stream(sums: Any) -> jax.Array:
+    total = sums.parts[0]
+    for part in sums.parts[1:]:
+        total = total + part
+    product = rounded(total * sums.columns * sums.rows[:, None])
+    return rounded(sums.residual.astype(jnp.float32) + product).astype(jnp.bfloat16)
+
+
+def add(sums: Any, norm: RowNorm) -> tuple[jax.Array, Rows, Rows]:
+    """The stream, its norm in fp8, and what the kernel of the norm alone makes of the stream."""
+    from pallas_kernels.fp8_matmul.mosaic_gpu.quantise import add_and_quantise
+    from pallas_kernels.fp8_matmul.mosaic_gpu.quantise import quantise as quantise_by_kernel
+
+    with interpreted():
+        stream, rows = add_and_quantise(sums, norm)
+        return stream, rows, quantise_by_kernel(stream, "token", None, norm)
+
+
+@needs_mosaic
+@pytest.mark.parametrize("name", SUMS)
+def test_a_sum_under_its_norm_has_the_bits_of_two_kernels(name: str) -> None:
+    sums, norm = sums_of(*SUMS[name]), RowNorm(gain_of(SUMS[name][2]), 1e-5)
+    stream, rows, alone = add(sums, norm)
+    np.testing.assert_array_equal(bits(stream), bits(expected_stream(sums)))
+    count = len(stream)
+    assert_same_rows(rows.take_rows(0, count), alone.take_rows(0, count))
+
+
+@needs_mosaic
+def test_a_sum_of_nan_infinity_or_zeros_stays_in_its_row() -> None:
+    plain, norm = sums_of(2, 6, 1024), RowNorm(gain_of(1024), 1e-5)
+    parts, residual = np.asarray(plain.parts).copy(), np.asarray(plain.residual, np.float32)
+    parts[1, 1, 700], parts[0, 2, 900] = np.nan, np.inf
+    parts[:, 3], residual[3] = 0.0, 0.0
+    sums = plain._replace(parts=jnp.asarray(parts), residual=jnp.asarray(residual, jnp.bfloat16))
+    (stream, rows, alone), (_, others, _) = add(sums, norm), add(plain, norm)
+    expected = np.asarray(expected_stream(sums), np.float32)
+    np.testing.assert_array_equal(np.asarray(stream, np.float32), expected)
+    assert_same_rows(rows.take_rows(0, 6), alone.take_rows(0, 6))
+    for row in (0, 4, 5):
+        assert_same_rows(rows.take_rows(row, row + 1), others.take_rows(row, row + 1))
+    values = np.asarray(rows.codes.astype(jnp.float32) * rows.spread())
+    assert np.isnan(values[[1, 2]]).any(axis=1).all() and (values[3] == 0).all()
+
+
+@needs_mosaic
+def test_rows_have_the_bits_of_any_other_number_of_rows() -> None:
+    from pallas_kernels.fp8_matmul.mosaic_gpu.quantise import Sums
+    from pallas_kernels.fp8_matmul.mosaic_gpu.swiglu_rows import Products, swiglu_rows
+
+    norm = RowNorm(gain_of(1024), 1e-5)
+    products, sums = products_of(135, 1024), sums_of(2, 135, 1024)
+    with interpreted():
+        many = swiglu_rows(products)
+        gate, up, gate_columns, up_columns, by_row = products
+        few = swiglu_rows(Products(gate[:65], up[:65], gate_columns, up_columns, by_row[:65]))
+    assert_same_rows(few, many.take_rows(0, 65))
+    stream, rows, _ = add(sums, norm)
+    less = Sums(sums.parts[:, :65], sums.columns, sums.rows[:65], sums.residual[:65])
+    few_stream, few_rows, _ = add(less, norm)
+    np.testing.assert_array_equal(bits(few_stream), bits(stream[:65]))
+    assert_same_rows(few_rows, rows.take_rows(0, 65))
+
+
+# ---- the ops
+
+
+@needs_mosaic
+@pytest.mark.parametrize("rows", [65, 200])
+def test_the_ops_with_kernels_are_the_reference_within_rounding(rows: int) -> None:
+    """XLA on a CPU rounds the logistic function, and norms keep more bits in the interpreter."""
+    norm, gate_up = RowNorm(gain_of(1024), 1e-5), swiglu_inputs(rows, 1024, 1536)
+    x = quantise(gate_up.x, "token")
+    gate_up = dataclasses.replace(gate_up, x=x.codes)
+    with interpreted():
+        inner = quantised_swiglu(gate_up, scales=x.scales, implementation="mosaic_gpu")
+    assert_close_rows(inner, quantised_swiglu(gate_up, scales=x.scales), 0.9)
+    down = dataclasses.replace(sum_inputs(rows, 1536, 1024), x=inner.codes)
+    with interpreted():
+        stream, normed = product_and_norm(
+            down, norm, scales=inner.scales, implementation="mosaic_gpu"
+        )
+    expected, reference = product_and_norm(down, norm, scales=inner.scales)
+    np.testing.assert_array_equal(bits(stream), bits(expected))
+    assert_close_rows(normed, reference, 0.97)
+    qkv = Inputs(x=normed.codes, weights=(fp8_weight(5, 64, 1024, "channel"),))
+    with interpreted():
+        got = fp8_matmul(qkv, scales=normed.scales, implementation="mosaic_gpu")
+    np.testing.assert_array_equal(bits(got), bits(fp8_matmul(qkv, scales=normed.scales)))
+
+
+@needs_mosaic
+def test_parts_of_the_depth_are_added_by_the_kernel() -> None:
+    norm, down = RowNorm(gain_of(1024), 1e-5), sum_inputs(130, 12288, 1024)
+    with interpreted():
+        stream, rows = product_and_norm(down, norm, implementation="mosaic_gpu")
+    expected, reference = product_and_norm(down, norm)
+    np.testing.assert_array_equal(bits(stream), bits(expected))
+    assert_close_rows(rows, reference, 0.97)
+
+
+LLAMA = {"rows": 256, "width": 4096}
+
+
+@needs_mosaic
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({}, True),
+        ({"rows": 65}, True),
+        ({"rows": 64}, False),  # kernels of few rows
+        ({"rows": 257}, False),
+        ({"width": 4096 + 512}, False),
+        ({"width": 4096 + 512, "swiglu": True}, True),
+        ({"width": 14336, "swiglu": True}, True),
+        ({"width": 14336 + 256, "swiglu": True}, False),
+        ({"width": 28672, "swiglu": True}, False),  # registers
+        ({"width": 12288}, False),  # registers
+    ],
+)
+def test_which_products_come_quantised(change: dict[str, Any], expected: bool) -> None:
+    weight = fp8_weight(0, 64, 64, "channel")
+    assert quantises_next(weights=(weight, weight), **(LLAMA | change)) == expected
+    for form in ("block", "static", "scalar"):
+        others = (weight, fp8_weight(0, 64, 64, form))
+        assert not quantises_next(weights=others, **(LLAMA | change))
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    gate_up, o, norm = (
+        swiglu_inputs(66, 1024, 512),
+        sum_inputs(66, 1024, 1024),
+        RowNorm(gain_of(1024), 1e-5),
+    )
+    with pytest.raises(ValueError, match="expected swiglu and no residual, got swiglu False"):
+        quantised_swiglu(o)
+    with pytest.raises(ValueError, match="expected a residual, got None"):
+        product_and_norm(gate_up, norm)
+    with pytest.raises(ValueError, match=r"gain: expected \(1024,\), got \(512,\)"):
+        product_and_norm(o, RowNorm(gain_of(512), 1e-5))
+    with pytest.raises(ValueError, match="expected them with rows in fp8 alone, got bfloat16 and"):
+        fp8_matmul(o, scales=jnp.ones((66,)))
+    rows = quantise(o.x, "token")
+    codes = dataclasses.replace(o, x=rows.codes)
+    with pytest.raises(ValueError, match="in fp8 alone, got float8_e4m3fn and none"):
+        fp8_matmul(codes)
+    with pytest.raises(ValueError, match=r"scales: expected \(66,\), got \(3,\)"):
+        fp8_matmul(codes, scales=jnp.ones((3,)))
+    with pytest.raises(ValueError, match="expected no norm, and activations by token"):
+        fp8_matmul(codes, norm=norm, scales=rows.scales)
+    with pytest.raises(ValueError, match="largest: expected None with scales"):
+        fp8_matmul(
+            codes, largest=jnp.ones((64, 66)), scales=rows.scales, implementation="mosaic_gpu"
+        )
+
+
+@needs_mosaic
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"rows": 64}, "expected 65 to 256 rows, got 64"),
+        ({"width": 256}, "expected a result that a kernel quantises, got one of 256 values"),
+        ({"out_dtype": jnp.float32}, "expected a bfloat16 result and residual, got float32"),
+    ],
+)
+def test_what_no_kernel_quantises_is_refused(change: dict[str, Any], message: str) -> None:
+    inputs = swiglu_inputs(change.get("rows", 66), 1024, change.get("width", 512))
+    inputs = dataclasses.replace(inputs, out_dtype=change.get("out_dtype", jnp.bfloat16))
+    with interpreted(), pytest.raises(ValueError, match=message):
+        quantised_swiglu(inputs, implementation="mosaic_gpu")
+
+
+# ---- on the device
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [65, 128, 200, 256])
+def test_a_layers_products_of_many_rows_on_the_gpu(rows: int) -> None:
+    """Of a layer of Llama-3-8B. XLA keeps more bits of SwiGLU and of the sum, and a GPU divides
+    within two units in the last place, so a code may be the next one."""
+    norm, gate_up = RowNorm(gain_of(4096), 1e-5), swiglu_inputs(rows, 4096, 14336)
+    inner = quantised_swiglu(gate_up, norm=norm, implementation="mosaic_gpu")
+    assert_close_rows(inner, quantised_swiglu(gate_up, norm=norm), 0.85)
+    down = dataclasses.replace(sum_inputs(rows, 14336, 4096), x=inner.codes)
+    stream, normed = product_and_norm(down, norm, scales=inner.scales, implementation="mosaic_gpu")
+    expected, _ = product_and_norm(down, norm, scales=inner.scales)
+    a, b = (np.asarray(x, np.float32) for x in (stream, expected))
+    assert (np.abs(a - b) <= 2.0**-7 * (np.abs(b) + 1)).all()
+    alone = quantise_by_kernel(stream, norm)
+    assert_same_rows(normed, alone)
+
+
+def quantise_by_kernel(stream: jax.Array, norm: RowNorm) -> Rows:
+    from pallas_kernels.fp8_matmul.mosaic_gpu.quantise import quantise as kernel
+
+    return kernel(stream, "token", None, norm)
