@@ -42,7 +42,7 @@ def assert_close_rows(got: Rows, expected: Rows, same: float) -> None:
         np.asarray(r.codes).astype(np.float64) * np.asarray(r.spread()) for r in (got, expected)
     )
     size = np.asarray(expected.spread())
-    assert (np.abs(a - b) <= np.abs(b) / 7 + size / 64).all()
+    assert (np.abs(a - b) <= np.abs(b) / 6 + size / 64).all()
     assert (codes_of(got) == codes_of(expected)).mean() >= same
 
 
@@ -328,7 +328,7 @@ def test_what_does_not_fit_is_refused() -> None:
     )
     with pytest.raises(ValueError, match="expected swiglu and no residual, got swiglu False"):
         quantised_swiglu(o)
-    with pytest.raises(ValueError, match="expected a residual, got None"):
+    with pytest.raises(ValueError, match="expected a residual and no bias, got residual False"):
         product_and_norm(gate_up, norm)
     with pytest.raises(ValueError, match=r"gain: expected \(1024,\), got \(512,\)"):
         product_and_norm(o, RowNorm(gain_of(512), 1e-5))
@@ -373,8 +373,10 @@ def test_a_layers_products_of_many_rows_on_the_gpu(rows: int) -> None:
     """Of a layer of Llama-3-8B. XLA keeps more bits of SwiGLU and of the sum, and a GPU divides
     within two units in the last place, so a code may be the next one."""
     norm, gate_up = RowNorm(gain_of(4096), 1e-5), swiglu_inputs(rows, 4096, 14336)
-    inner = quantised_swiglu(gate_up, norm=norm, implementation="mosaic_gpu")
-    assert_close_rows(inner, quantised_swiglu(gate_up, norm=norm), 0.85)
+    x = quantise(gate_up.x, "token")
+    gate_up = dataclasses.replace(gate_up, x=x.codes)
+    inner = quantised_swiglu(gate_up, scales=x.scales, implementation="mosaic_gpu")
+    assert_close_rows(inner, quantised_swiglu(gate_up, scales=x.scales), 0.85)
     down = dataclasses.replace(sum_inputs(rows, 14336, 4096), x=inner.codes)
     stream, normed = product_and_norm(down, norm, scales=inner.scales, implementation="mosaic_gpu")
     expected, _ = product_and_norm(down, norm, scales=inner.scales)
