@@ -33,15 +33,7 @@ SPILLING = "gpt-oss, prefill of 42 tiles of 48 rows after 2048, window 128, fp8"
 SPILLED_OF_WIDE = (24, 40, 40)
 
 
-def compile_without_spills(inputs: Inputs, but: tuple[int, int, int] = (0, 0, 0)) -> str:
-    """The compiled HLO. but: what one of its kernels spills"""
-    attend = functools.partial(paged_attention, implementation="mosaic_gpu")
-    with h200.ptxas_report() as report:
-        hlo = h200.compile_for_h200(attend, inputs).as_text()
-        spills = h200.stack_and_spills(report())
-    assert spills, "expected ptxas's report on at least one kernel"
-    assert set(spills) in ({but}, {but, (0, 0, 0)}), spills
-    return hlo
+ATTEND = functools.partial(paged_attention, implementation="mosaic_gpu")
 
 
 @pytest.mark.parametrize("name", SHAPES)
@@ -49,7 +41,8 @@ def test_compiles_without_spills_or_copies_of_the_cache(name: str) -> None:
     shape = SHAPES[name]
     arrays: dict[str, Any] = abstract(shape)
     inputs = Inputs(**arrays, scale=shape.head_dim**-0.5, window=shape.window)
-    hlo = compile_without_spills(inputs, SPILLED if name == SPILLING else (0, 0, 0))
+    but = SPILLED if name == SPILLING else (0, 0, 0)
+    hlo = h200.compile_without_spills(ATTEND, inputs, but=but)
     element = "f8e4m3fn" if shape.fp8 else "bf16"
     cache = re.escape(f"{element}[{','.join(map(str, inputs.k_cache.shape))}]")
     assert not re.findall(rf"= {cache}\S* (?:copy|fusion|transpose)\(.*", hlo)
@@ -86,7 +79,8 @@ def test_a_decode_step_with_packed_queries_is_one_kernel_and_the_bounds(
     arrays |= {"q": jax.ShapeDtypeStruct(packed, jnp.bfloat16)}
     inputs = Inputs(**arrays, scale=shape.head_dim**-0.5, packed_heads=32)
     is_wide = fp8 and rows == 8 and batch == 64
-    hlo = compile_without_spills(inputs, SPILLED_OF_WIDE if is_wide else (0, 0, 0))
+    but = SPILLED_OF_WIDE if is_wide else (0, 0, 0)
+    hlo = h200.compile_without_spills(ATTEND, inputs, but=but)
     queries = rf"bf16\[{batch},(?:1,)?8,"
     assert not re.findall(rf"= {queries}\S* (?:copy|fusion|transpose|pad)\(.*", hlo)
 
@@ -104,6 +98,6 @@ def test_two_ctas_of_32_columns_fit_an_sm(batch: int, monkeypatch: pytest.Monkey
     monkeypatch.setattr(mosaic_core, "_smem_tree_size", counted)
     shape = SHAPES[f"8b, batch {batch}, context 400, Q 8"]
     arrays: dict[str, Any] = abstract(shape)
-    compile_without_spills(Inputs(**arrays, scale=shape.head_dim**-0.5))
+    h200.compile_without_spills(ATTEND, Inputs(**arrays, scale=shape.head_dim**-0.5))
     assert len(sizes) == 1, "expected one kernel, traced here"
     assert 2 * (sizes[0] + RESERVED_SMEM) <= SMEM_OF_AN_SM

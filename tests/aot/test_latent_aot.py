@@ -58,18 +58,6 @@ SPILLED = (8, 4, 4) if jax.__version_info__ >= (0, 12) else (0, 0, 0)
 SPILLING = "glm, prefill of 512 rows after 512"
 
 
-def compile_without_spills(
-    function: Any, *args: Any, but: tuple[int, int, int] = (0, 0, 0), **options: Any
-) -> str:
-    """The compiled HLO."""
-    with h200.ptxas_report() as report:
-        compiled = h200.compile_for_h200(function, *args, **options)
-        found = h200.stack_and_spills(report())
-    assert found, "expected ptxas's report on at least one kernel"
-    assert set(found) in ({but}, {but, (0, 0, 0)}), found
-    return compiled.as_text()
-
-
 def moved(hlo: str, *shape: int) -> list[str]:
     """Instructions that make another array of this shape."""
     name = re.escape(f"bf16[{','.join(map(str, shape))}]")
@@ -83,7 +71,9 @@ def test_attention_compiles_without_spills_or_copies_of_the_cache(name: str) -> 
     shape = attention_shapes.SHAPES[name]
     inputs = jax.eval_shape(lambda: attention_inputs(shape))
     attend = functools.partial(latent_attention, implementation="mosaic_gpu")
-    hlo = compile_without_spills(attend, inputs, but=SPILLED if name == SPILLING else (0, 0, 0))
+    hlo = h200.compile_without_spills(
+        attend, inputs, but=SPILLED if name == SPILLING else (0, 0, 0)
+    )
     assert not moved(hlo, *inputs.cache.shape)
     assert not moved(hlo, *inputs.q.shape)
 
@@ -105,7 +95,7 @@ def attention_inputs(shape: attention_shapes.Shape) -> Inputs:
 @pytest.mark.parametrize("name", head_shapes.SHAPES)
 def test_products_by_head_compile_without_spills(name: str) -> None:
     inputs = head_shapes.make_inputs(head_shapes.SHAPES[name], 0)
-    hlo = compile_without_spills(
+    hlo = h200.compile_without_spills(
         lambda inputs: head_matmul(inputs, implementation="mosaic_gpu"), struct(inputs)
     )
     assert not moved(hlo, *inputs.weights.shape)
@@ -119,7 +109,7 @@ def test_norms_and_write_compile_without_spills_or_copies_of_the_cache(name: str
     def write(inputs: Any, cache: jax.Array) -> Any:
         return norm_and_write(replace(inputs, cache=cache), implementation="mosaic_gpu")
 
-    hlo = compile_without_spills(write, rest, struct(cache), donate_argnums=1)
+    hlo = h200.compile_without_spills(write, rest, struct(cache), donate_argnums=1)
     assert not moved(hlo, *cache.shape)
     assert not moved(hlo, *cache.shape[:2], cache.shape[3] // 64, 64)
 
@@ -157,7 +147,7 @@ def test_a_layer_is_eight_launches_and_what_layers_share(batch: int, rows: int) 
         return stream.x, cache
 
     cache = LatentCache(array(batch * 8, 64, 1, cfg.head_dim))  # type: ignore[arg-type]
-    hlo = compile_without_spills(
+    hlo = h200.compile_without_spills(
         layer, params, x, (table, table), metadata, array(hidden), cache, donate_argnums=5
     )
     entry = hlo[hlo.index("\nENTRY") :]

@@ -170,3 +170,18 @@ def compile_for_h200(
     with jax.set_mesh(here):
         jitted = jax.jit(function, static_argnums=static_argnums, donate_argnums=donate_argnums)
         return jitted.lower(*args).compile(compiler_options=options)
+
+
+def compile_without_spills(
+    function: Any, *args: Any, but: tuple[int, int, int] = (0, 0, 0), **options: Any
+) -> str:
+    """The optimised HLO of function(*args), of whose kernels none spills.
+
+    but: what one may spill instead, as stack_and_spills says it
+    """
+    with ptxas_report() as report:
+        hlo = compile_for_h200(function, *args, **options).as_text()
+        found = stack_and_spills(report())
+    assert found, "expected ptxas's report on at least one kernel"
+    assert set(found) in ({but}, {but, (0, 0, 0)}), found
+    return hlo
