@@ -1,4 +1,4 @@
-"""Fragments of a warp's products (mma.sync), for kernels that decode weights in registers."""
+"""Fragments of a warp's products (mma.sync), for kernels that decode operands in registers."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def ldmatrix(address: Any, offset: int = 0, *, transposed: bool = False) -> list
 
 
 class RowReader:
-    """Reads the rows [rows, depth] of a product as operands B, from tiles of 8 x 64 bfloat16.
+    """Reads the rows [rows, depth] of a product as operands B, from tiles of 8 x 64 16-bit numbers.
 
     tiles: number of tiles of 8 rows
     """
@@ -80,7 +80,10 @@ class RowReader:
 
 
 def mma(sums: list[Any], a: list[Any], b: list[Any], dtype: str = "bf16") -> list[Any]:
-    """Return sums plus a [16 columns, 16 depths] times b [16 depths, 8 rows]."""
+    """Return sums plus a [16 columns, 16 depths] times b [16 depths, 8 rows].
+
+    dtype: of a and b, "bf16" or "f16"
+    """
     instruction = (
         f"mma.sync.aligned.m16n8k16.row.col.f32.{dtype}.{dtype}.f32 "
         "{$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {$10, $11, $12, $13};"
@@ -90,7 +93,7 @@ def mma(sums: list[Any], a: list[Any], b: list[Any], dtype: str = "bf16") -> lis
 
 
 def scalars(array: Any) -> list[Any]:
-    """Return the numbers of an array of LAYOUT in the order of mma's registers."""
+    """Return the numbers of an array of wgmma's layout in the order of mma's registers."""
     return [llvm.extractelement(pair, i32(i)) for pair in array.registers.flat for i in range(2)]
 
 

@@ -47,7 +47,7 @@ def prefill(
     state. A preempted request (num_generated above 0) has all its tokens but the last for a prompt.
     The last is its next_token, and nothing is sampled (num_sampled 0).
     """
-    # Few rows of a prompt are summed as many are (jaxspec.layers.sums.partial_dtype).
+    # Few rows of a prompt are computed as many are (jaxspec.layers: sums.partial_dtype, products).
     cfg = replace(cfg, ops=replace(cfg.ops, is_prefill=True))
     family, ends = models.family(cfg.target), chunk.ends
     is_in_chunk = chunk.num_tokens > 0

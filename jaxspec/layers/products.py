@@ -115,9 +115,10 @@ class _Operands:
         return fp8_op.shares_norm(rows, width, both)
 
     def row_tile(self, rows: int) -> int:
-        """Return the number whose multiples of rows take no copies in the op."""
-        is_library = self.kind is Fp8Weight and rows > FEW_ROWS
-        return fp8_op.LIBRARY_ROWS if is_library else ROW_TILE
+        """Return the number to whose multiples rows are padded, so that the op copies nothing."""
+        first = self.matrices[0]
+        is_library = isinstance(first, Fp8Weight) and first.activation != "block"
+        return fp8_op.LIBRARY_ROWS if is_library and rows > FEW_ROWS else ROW_TILE
 
     def quantises_next(
         self, rows: int, width: int, weights: tuple[AnyWeight, ...], *, swiglu: bool = False
@@ -273,7 +274,10 @@ def project_swiglu(
 def project_swiglu_for(
     down: AnyWeight, x: Stream, gate: AnyWeight, up: AnyWeight, ops: Ops, *, norm: Norm | None
 ) -> ResidualStream:
-    """Return project_swiglu(x, gate, up), with what the product with `down` needs to know of it."""
+    """Return project_swiglu(x, gate, up), with what the product with `down` needs to know of it.
+
+    x of the result may be codes in fp8, for that product alone.
+    """
     form = _Form(values_of(x).dtype, swiglu=True)
     return _multiply(x, (gate, up), ops, form, norm=norm, next_weight=down)
 
@@ -413,6 +417,8 @@ def _multiply(
         return jnp.pad(a, ((0, padding), (0, 0))) if padding else a
 
     row_norm = scales = None
+    are_codes = stream.x.dtype == jnp.float8_e4m3fn
+    assert not are_codes or codes is not None, "codes need their scales"
     if codes is not None:
         codes = codes.take_rows(0, rows + padding)
         operand, scales = codes.codes, codes.scales
@@ -489,8 +495,8 @@ def _quantises_norm(
 def _hands_on_codes(ops: Ops) -> bool:
     """Return whether products of many rows may quantise their result.
 
-    Prefill has any number of rows, and only some get kernels for this. A prompt's bits shall not
-    depend on the prompts beside it. Several devices exchange values.
+    Kernels for this take some numbers of rows, and their SwiGLU has other bits than XLA's. So no
+    prefill call takes them: calls have any number of rows. Several devices exchange values.
     """
     return not ops.is_prefill and ops.layers.size == 1
 
@@ -520,7 +526,8 @@ def _choose_backend(
     """Return the op's implementation for this product, and the rows of padding it needs.
 
     The kernels serve the few rows of a decode step, and gate and up of 128 or 256 rows. XLA
-    multiplies more rows, and widths that no kernel takes; the log says so once, with the reason.
+    multiplies more rows, and widths that no kernel takes; the log says so once, with the reason. Of
+    fp8 weights, XLA multiplies more rows within the op, and kernels quantise them.
     """
     rows, depth = x.shape
     if ops.matmul == "reference":  # XLA multiplies one row by a kernel of its own

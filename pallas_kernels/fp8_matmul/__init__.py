@@ -50,8 +50,8 @@ __all__ = [
     "unsupported",
 ]
 
-# cuBLAS multiplies whole tiles of so many rows. XLA pads others, and cuts each result to size in a
-# launch of its own where a kernel reads it.
+# cuBLAS multiplies tiles of 16 rows. XLA pads other numbers of rows, and a kernel that reads the
+# result then gets a copy of it.
 LIBRARY_ROWS = 16
 # Most rows whose product comes quantised for the next one. Larger numbers are not measured.
 MOST_QUANTISED_NEXT = 256
@@ -151,15 +151,15 @@ def quantised_swiglu(
 ) -> Rows:
     """Return fp8_matmul of gate and up, quantised by token for the product after it.
 
-    The kernel rounds silu(gate) * up as that of few rows does: silu(gate) once. See quantises_next;
-    for norm and scales, fp8_matmul.
+    The kernel rounds gate, up, silu(gate) and the product once each, as that of few rows does. See
+    quantises_next; for norm and scales, fp8_matmul.
 
     Raises ValueError as fp8_matmul does, and for a product without SwiGLU or with a residual.
     """
     if not inputs.swiglu or inputs.residual is not None:
         got = f"swiglu {inputs.swiglu} and residual {inputs.residual is not None}"
         raise ValueError(f"quantised_swiglu: expected swiglu and no residual, got {got}")
-    if not _runs_kernel(inputs, implementation, norm, scales, quantises_next=True):
+    if not _runs_kernel(inputs, implementation, norm, scales, for_next=True):
         return reference.quantised_swiglu(inputs, norm, scales)
     from pallas_kernels.fp8_matmul import mosaic_gpu
 
@@ -177,14 +177,17 @@ def product_and_norm(
 
     The kernel adds up parts of the depth in order. See quantises_next; for scales, fp8_matmul.
 
-    Raises ValueError as fp8_matmul does, and for a product without a residual or with a bias.
+    Raises ValueError as fp8_matmul does, and for a product of several weights, without a residual,
+    with a bias or with SwiGLU.
     """
-    if inputs.residual is None or inputs.bias is not None:
-        got = f"residual {inputs.residual is not None} and bias {inputs.bias is not None}"
-        raise ValueError(f"product_and_norm: expected a residual and no bias, got {got}")
+    has_residual, has_bias = inputs.residual is not None, inputs.bias is not None
+    if inputs.residual is None or has_bias or inputs.swiglu or len(inputs.weights) > 1:
+        expected = "one weight, a residual, and neither bias nor swiglu"
+        got = f"{len(inputs.weights)}, {has_residual}, {has_bias} and {inputs.swiglu}"
+        raise ValueError(f"product_and_norm: expected {expected}, got {got}")
     if next_norm.gain.shape != inputs.residual.shape[1:]:
         raise ValueError(f"gain: expected {inputs.residual.shape[1:]}, got {next_norm.gain.shape}")
-    if not _runs_kernel(inputs, implementation, None, scales, quantises_next=True):
+    if not _runs_kernel(inputs, implementation, None, scales, for_next=True):
         return reference.product_and_norm(inputs, next_norm, scales)
     from pallas_kernels.fp8_matmul import mosaic_gpu
 
@@ -213,7 +216,7 @@ def _not_quantised_next(
 
     if not plan.MAX_ROWS < rows <= MOST_QUANTISED_NEXT:
         return f"expected {plan.MAX_ROWS + 1} to {MOST_QUANTISED_NEXT} rows, got {rows}"
-    if any(w.activation != "token" or w.scales.ndim != w.codes.ndim - 1 for w in weights):
+    if any(w.activation != "token" or w.scales.ndim != 1 for w in weights):
         return "expected weights by channel and activations by token"
     if not mosaic_gpu.quantises_next(width, swiglu=swiglu):
         return f"expected a result that a kernel quantises, got one of {width} values"
@@ -252,12 +255,12 @@ def _runs_kernel(
     scales: jax.Array | None = None,
     *,
     gains: bool = False,
-    quantises_next: bool = False,
+    for_next: bool = False,
 ) -> bool:
     """Return whether the kernel runs; raise ValueError for inputs that do not fit.
 
-    gains:          whether inputs may have a gain
-    quantises_next: whether the result comes quantised
+    gains:    whether inputs may have a gain
+    for_next: whether the result comes quantised for the next product
     """
     check(inputs, gains=gains)
     _check_scales(inputs, norm, scales)
@@ -273,11 +276,13 @@ def _runs_kernel(
         if inputs.squares is not None and not shares_norm(rows, depth, inputs.weights):
             expected = f"squares of at most {plan.MAX_ROWS} rows of a multiple of 1024 values"
             return f"expected {expected}, got {rows} of {depth}"
-        if quantises_next:
+        if for_next:
             product, residual = Product.of(inputs), inputs.residual
-            out_dtype = jnp.dtype(product.out_dtype)
-            if out_dtype != jnp.bfloat16 or (residual is not None and residual.dtype != out_dtype):
-                return f"expected a bfloat16 result and residual, got {out_dtype}"
+            dtypes = [jnp.dtype(product.out_dtype)]
+            dtypes += [] if residual is None else [residual.dtype]
+            if any(dtype != jnp.bfloat16 for dtype in dtypes):
+                got = " and ".join(dtype.name for dtype in dtypes)
+                return f"expected a bfloat16 result and residual, got {got}"
             found = _not_quantised_next(rows, product.width, inputs.weights, swiglu=inputs.swiglu)
             if found is not None:
                 return found

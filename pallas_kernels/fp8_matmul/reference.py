@@ -70,8 +70,8 @@ def products_of_parts(x: jax.Array, codes: jax.Array) -> jax.Array:
 
     The depth of a narrow result has several parts if it is great.
     """
-    # Else XLA merges products of few rows and joins their weights in every call. A barrier of the
-    # rows alone would be one for all products.
+    # XLA would merge two products of the same rows, up to about 150, and join their weights in
+    # every call. It also merges equal barriers, so each one has its weight too.
     operands = lax.optimization_barrier((x, codes))
     return lax.platform_dependent(*operands, cpu=_parts_of_float32, default=_parts_of_codes)
 

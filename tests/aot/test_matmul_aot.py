@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from jaxspec.config import Ops
 from pallas_kernels.matmul import Inputs, matmul, plan
 from pallas_kernels.matmul.mosaic_gpu import many_rows_swiglu
 from pallas_kernels.matmul.shapes import SHAPES, Shape
@@ -35,8 +36,12 @@ def abstract(shape: Shape) -> dict[str, Any]:
         struct(width, shape.depth) if shape.transposed else struct(shape.depth, width)
         for width in shape.widths
     )
-    arrays = {"x": struct(shape.rows, shape.depth), "weights": weights}
-    return arrays | ({"residual": struct(shape.rows, shape.width)} if shape.residual else {})
+    arrays: dict[str, Any] = {"x": struct(shape.rows, shape.depth), "weights": weights}
+    if shape.bias:
+        arrays["bias"] = struct(shape.width)
+    if shape.residual:
+        arrays["residual"] = struct(shape.rows, shape.width)
+    return arrays
 
 
 def multiply(inputs: Inputs) -> Any:
@@ -58,6 +63,15 @@ def test_compiles_to_one_kernel_without_spills(name: str) -> None:
     assert found == [(0, 0, 0)], f"expected one kernel without spills, got {found}"
     assert len(re.findall(r"= \S+ custom-call\(", hlo)) == 1, hlo
     assert not re.findall(r"= \S+ (?:copy|fusion|transpose|concatenate|dot|pad)\(.*", hlo)
+
+
+@pytest.mark.parametrize("rows", [72, 200])
+def test_xla_joins_no_weights_of_gate_and_up(rows: int) -> None:
+    inputs = Inputs(**abstract(Shape(rows, 4096, (14336, 14336))), swiglu=True)
+    options = dict(Ops(matmul="mosaic_gpu").compiler_options(cuda_graphs=True))
+    hlo = h200.compile_for_h200(matmul, inputs, options=options).as_text()
+    assert hlo.count('"__cublas$lt$matmul"') == 2
+    assert not re.findall(r"= bf16\[\d+,\d+\]\S* concatenate\(.*", hlo)
 
 
 @pytest.mark.parametrize(("width", "tile"), [(9216, 96), (12288, 128), (14336, 128)])

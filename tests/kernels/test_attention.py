@@ -294,13 +294,12 @@ def test_the_promise_of_a_window_changes_nothing(cluster: int | None) -> None:
 
 
 @needs_mosaic
-def test_a_cta_of_several_heads_gives_what_one_of_each_gives() -> None:
-    inputs = make_inputs(
-        Shape(
-            (200, 0, 70), rows=2, num_heads=8, num_kv_heads=4, head_dim=64, window=100, sinks=True
-        ),
-        seed=3,
+@pytest.mark.parametrize("fp8", [False, True])
+def test_a_cta_of_several_heads_gives_what_one_of_each_gives(fp8: bool) -> None:
+    shape = Shape(
+        (200, 0, 70), rows=2, num_heads=8, num_kv_heads=4, head_dim=64, window=100, sinks=True
     )
+    inputs = make_inputs(dataclasses.replace(shape, fp8=fp8), seed=3)
     expected = kernel(inputs, cluster=1, heads=1)
     for heads, slots in ((2, 1), (4, 2)):
         np.testing.assert_array_equal(

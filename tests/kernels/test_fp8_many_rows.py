@@ -284,6 +284,30 @@ def test_the_ops_with_kernels_are_the_reference_within_rounding(rows: int) -> No
 
 
 @needs_mosaic
+def test_swiglu_is_that_of_the_kernel_of_few_rows() -> None:
+    gate_up = swiglu_inputs(66, 1024, 512)
+    x = quantise(gate_up.x, "token")
+    many = dataclasses.replace(gate_up, x=x.codes)
+    few = dataclasses.replace(gate_up, x=gate_up.x[:16])
+    with interpreted():
+        got = quantised_swiglu(many, scales=x.scales, implementation="mosaic_gpu")
+        inner = fp8_matmul(few, implementation="mosaic_gpu")
+    # Float32 sums in another order: a value may be rounded to the next one.
+    assert_close_rows(got.take_rows(0, 16), quantise(inner, "token"), 0.98)
+
+
+@needs_mosaic
+def test_a_product_of_codes_takes_a_bias() -> None:
+    x, weight = rows_of(0, 72, 1024, jnp.bfloat16), fp8_weight(0, 128, 1024, "channel")
+    rows, bias = quantise(x, "token"), 10 * normal(1, 128)
+    codes = Inputs(x=rows.codes, weights=(weight,), bias=bias)
+    with interpreted():
+        got = fp8_matmul(codes, scales=rows.scales, implementation="mosaic_gpu")
+    expected = fp8_matmul(dataclasses.replace(codes, x=x))
+    np.testing.assert_array_equal(bits(got), bits(expected))
+
+
+@needs_mosaic
 def test_parts_of_the_depth_are_added_by_the_kernel() -> None:
     norm, down = RowNorm(gain_of(1024), 1e-5), sum_inputs(130, 12288, 1024)
     with interpreted():
@@ -328,8 +352,13 @@ def test_what_does_not_fit_is_refused() -> None:
     )
     with pytest.raises(ValueError, match="expected swiglu and no residual, got swiglu False"):
         quantised_swiglu(o)
-    with pytest.raises(ValueError, match="expected a residual and no bias, got residual False"):
+    with pytest.raises(
+        ValueError, match="expected one weight, a residual, and neither bias nor swiglu"
+    ):
         product_and_norm(gate_up, norm)
+    for change in ({"swiglu": True, "weights": 2 * o.weights}, {"bias": jnp.zeros(1024)}):
+        with pytest.raises(ValueError, match="neither bias nor swiglu, got"):
+            product_and_norm(dataclasses.replace(o, **change), norm)
     with pytest.raises(ValueError, match=r"gain: expected \(1024,\), got \(512,\)"):
         product_and_norm(o, RowNorm(gain_of(512), 1e-5))
     with pytest.raises(ValueError, match="expected them with rows in fp8 alone, got bfloat16 and"):

@@ -207,6 +207,8 @@ SMALL: dict[str, tuple[int, tuple[int, ...], int, str]] = {
     "a depth that is split": (4096, (64,), 4, "residual"),
     "residual, sixteen rows": (512, (128,), 16, "residual"),
     "bias": (512, (128,), 16, "bias"),
+    "bias, four rows that the kernel may quantise": (1024, (64,), 4, "bias"),
+    "bias, 72 rows": (1024, (64,), 72, "bias"),
     "swiglu": (512, (128, 128), 3, "swiglu"),
     "swiglu, 32 rows": (512, (64, 64), 32, "swiglu"),
     "float32": (512, (128,), 3, "float32"),

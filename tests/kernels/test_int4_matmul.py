@@ -118,6 +118,7 @@ SMALL: dict[str, tuple[int, tuple[int, ...], int, int, bool, str, str]] = {
     "a depth that is split": (4096, (64,), 4, 128, True, "bfloat16", "residual"),
     "residual, sixteen rows": (512, (128,), 16, 128, False, "bfloat16", "residual"),
     "bias": (512, (128,), 16, 128, False, "bfloat16", "bias"),
+    "bias, 72 rows": (256, (64,), 72, 128, True, "bfloat16", "bias"),
     "swiglu": (512, (128, 128), 3, 128, True, "bfloat16", "swiglu"),
     "swiglu, 32 rows": (512, (64, 64), 32, 64, True, "bfloat16", "swiglu"),
     "float32": (512, (128,), 3, 128, True, "bfloat16", "float32"),

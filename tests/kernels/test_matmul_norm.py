@@ -136,6 +136,20 @@ def test_equals_the_norm_and_the_products(name: str, implementation: str) -> Non
     assert_right(SMALL[name], make_inputs(SMALL[name], seed=len(name)), implementation)
 
 
+@implementations
+def test_a_bias_follows_the_norm_that_two_products_share(implementation: str) -> None:
+    pair = next(pair for pair in SMALL.values() if not pair.swiglu and pair.rows > 1)
+    inputs = make_inputs(pair, seed=2)
+    bias = 1 + jax.random.normal(jax.random.key(3), (sum(pair.widths),), jnp.bfloat16)
+    with interpreted() if implementation == "mosaic_gpu" else contextlib.nullcontext():
+        stream, scaled, squares = matmul(first_product(inputs), implementation=implementation)
+        second = Inputs(x=scaled, weights=inputs["weights"], squares=squares, bias=bias, eps=EPS)
+        result = matmul(second, implementation=implementation)
+    stream = np.asarray(stream).astype(np.float32)
+    expected = ground_truth(pair, inputs, stream) + np.asarray(bias).astype(np.float64)
+    assert errors(result, expected).max() <= 3 * 2.0**-8
+
+
 def bits_of_fewer_rows_are_the_same(pair: Pair, counts: tuple[int, ...]) -> None:
     inputs = make_inputs(pair, seed=1)
     whole = run(pair, inputs)

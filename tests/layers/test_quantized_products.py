@@ -205,7 +205,7 @@ def test_many_rows_go_from_product_to_product_as_codes(kernels: list[str]) -> No
     [
         ("none", {SWIGLU, SUM}),
         ("256 rows", {SWIGLU, SUM}),
-        ("64 rows", set()),  # products share a norm
+        ("64 rows", set()),  # other kernels
         ("257 rows", set()),
         ("prefill", set()),
         ("blocks", set()),

@@ -4,6 +4,7 @@ FlashAttention's tiles (Dao et al., 2022, arXiv:2205.14135) and Flash-Decoding's
 (Dao et al., 2023). A CTA holds the query rows of one KV head (rows x queries_per_kv of them) and
 streams its tiles of 64 keys through a ring in shared memory. wgmma has 64 rows on its left side:
 these are keys (K Q^T) and values (V^T P^T). The few query rows are the narrow side, padded to 8.
+mma.sync multiplies tiles in fp8 instead (fp8_tiles.py).
 
 Tile t belongs to class t mod 8. A class is folded from its first tile to its last, and the eight
 classes as a binary tree. CTAs of a cluster share a row's keys as 1, 2, 4 or 8 equal subtrees,

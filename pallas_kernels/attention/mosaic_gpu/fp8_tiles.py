@@ -1,19 +1,18 @@
 """Products with tiles of keys and values in fp8 (e4m3), which warps widen in registers.
 
 wgmma multiplies operands of one width, and 8-bit ones by rows alone, which values are not. So
-mma.sync multiplies here. A warp loads its codes with ldmatrix, as pairs of 8-bit numbers, and has
-them as the left side of its products: 16 keys of a tile for the scores, a quarter of each key's
-values after that. Hopper converts a pair of e4m3 to float16 in one instruction, which is exact;
-bfloat16 takes four. A softmax's weights fit float16. So do queries over 16: those between 2^-10 and
-2^20 are exact, smaller ones are off by 2^-21 at most, and larger ones saturate.
+mma.sync multiplies here, with codes on the left side. A warp loads them with ldmatrix, as pairs of
+8-bit numbers. For the scores it has 16 keys of a tile, for the values a quarter of each key's.
+Hopper converts a pair of e4m3 to float16 in one instruction, which is exact; bfloat16 takes four. A
+softmax's weights fit float16. So do queries over 16: those between 2^-10 and 2^20 are exact,
+smaller ones are off by 2^-21 at most, and larger ones saturate.
 
 Results have the layout of wgmma's, but the rows of values are in another order: ldmatrix hands out
-two neighbours together. `store_values` ends that.
+two neighbours together. `store_values` restores the order.
 """
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import jax
@@ -52,7 +51,8 @@ if TYPE_CHECKING:
 
 Queries: TypeAlias = jax.Array | Ref  # of a KV head, see load_queries
 LAYOUT = plgpu.Layout.WGMMA
-TRANSFORMS = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))  # of float16
+DEPTHS = 64  # of a row of float16 that is swizzled as a whole
+TRANSFORMS = (plgpu.TilingTransform((8, DEPTHS)), plgpu.SwizzleTransform(2 * DEPTHS))
 QUERY_SCALE = 1 / 16
 LARGEST = float(jnp.finfo(jnp.float16).max)
 CHUNK = 16  # codes of a row that ldmatrix loads together; also the depth of an mma
@@ -86,7 +86,8 @@ def load_queries(q: Ref) -> Queries:
     They are loaded into registers where there are enough: reading them for each tile takes a tenth
     of a step.
     """
-    count = math.prod(map(int, q.shape)) // 64  # a warp has all of them
+    columns, head_dim = map(int, q.shape)
+    count = columns * head_dim // 64  # words of a thread: a warp has all queries
     if interpreting() or count > MOST_WORDS:
         return q
     layout = _words(count)
@@ -202,11 +203,14 @@ def _scores(codes: Any, q: Any, shape: tuple[int, int]) -> Any:
     start = _place(key, arith.shrui(lane, i32(4)), head_dim)
     keys = shared_address(codes)
     steps = head_dim // CHUNK
-    if isinstance(q, fa.FragmentedArray):
-        words = _words_of(q)
-        query = [words[i : i + 2] for i in range(0, len(words), 2)]
-    else:
-        query = _QueryReader(q)
+    reader = None if isinstance(q, fa.FragmentedArray) else _QueryReader(q)
+    loaded = _words_of(q) if reader is None else []
+
+    def query(tile: int, step: int) -> list[Any]:
+        return (
+            loaded[2 * (tile * steps + step) :][:2] if reader is None else reader.load(tile, step)
+        )
+
     # Two sums for each tile of columns, since a product takes long to end.
     none = utils.c(0.0, ir.F32Type.get())
     sums = [[[none] * 4 for _ in range(2)] for _ in range(columns // 8)]
@@ -217,14 +221,17 @@ def _scores(codes: Any, q: Any, shape: tuple[int, int]) -> Any:
             (low, high), (low_8, high_8) = (_widened(word) for word in words[2 * half :][:2])
             a = [low, low_8, high, high_8]
             for tile, own in enumerate(sums):
-                own[half] = mma(own[half], a, query[tile * steps + 2 * pair + half], "f16")
+                own[half] = mma(own[half], a, query(tile, 2 * pair + half), "f16")
     numbers = [arith.addf(x, y) for even, odd in sums for x, y in zip(even, odd, strict=True)]
     return array_of(numbers, zeros(shape))
 
 
 def _load_queries(q: Any, count: int) -> Any:
     reader = _QueryReader(q)
-    return _array_of_words([word for i in range(count // 2) for word in reader[i]])
+    tiles = ir.MemRefType(q.type).shape[0]
+    steps = count // (2 * tiles)
+    places = [(tile, step) for tile in range(tiles) for step in range(steps)]
+    return _array_of_words([word for place in places for word in reader.load(*place)])
 
 
 def _array_of_words(words: list[Any]) -> Any:
@@ -240,26 +247,31 @@ def _words_of(array: Any) -> list[Any]:
 
 
 class _QueryReader:
-    """Reads queries as right sides, with the depths in the order of the keys' codes."""
+    """Reads queries as operands B.
+
+    A step has 16 depths, 32 bytes. Four neighbours go to one thread, as in a word of codes.
+    """
+
+    STEPS = DEPTHS // CHUNK  # of a tile in memory
 
     def __init__(self, q: Any) -> None:
         self._row_stride, self._depth_stride = strides(q)[:2]
-        self._steps = ir.MemRefType(q.type).shape[1] * TILE // CHUNK
         lane, _ = lane_and_warp()
         row, t = arith.shrui(lane, i32(2)), arith.andi(lane, i32(3))
-        chunk = arith.xori(arith.shrui(t, i32(1)), row)  # of 8 numbers; four numbers are 4 t
+        # The thread's four numbers are half of a chunk of 16 bytes, which rows swizzle.
+        chunk = arith.xori(arith.shrui(t, i32(1)), row)
         start = arith.ori(
             arith.ori(arith.shli(row, i32(7)), arith.shli(chunk, i32(4))),
             arith.shli(arith.andi(t, i32(1)), i32(3)),
         )
         base = shared_address(q)
-        self._starts = [arith.addi(base, arith.xori(start, i32(32 * i))) for i in range(4)]
+        places = (arith.xori(start, i32(2 * CHUNK * i)) for i in range(self.STEPS))
+        self._starts = [arith.addi(base, place) for place in places]
 
-    def __getitem__(self, index: int) -> list[Any]:
-        """Return the registers of 8 columns and 16 depths; the depths run fastest."""
-        tile, step = divmod(index, self._steps)
-        offset = 2 * (tile * self._row_stride + step // 4 * self._depth_stride)
-        address = self._starts[step % 4]
+    def load(self, tile: int, step: int) -> list[Any]:
+        """Return the two registers of 8 columns and 16 depths."""
+        offset = 2 * (tile * self._row_stride + step // self.STEPS * self._depth_stride)
+        address = self._starts[step % self.STEPS]
         return list(
             ptx(
                 f"ld.shared.v2.b32 {{$0, $1}}, [$2 + {offset}];",
@@ -276,9 +288,9 @@ def _load_values(codes: Any, written: Any) -> Any:
     base, half = shared_address(codes), 32 * head_dim  # bytes of 32 keys
     # A lane gives the row of its key; a register has two codes of each of two keys.
     start = _place(lane, warp, head_dim)
-    starts = [
-        arith.addi(base, arith.xori(start, i32(TILE * tile))) for tile in range(head_dim // TILE)
-    ]
+    # A tile's values are as many bytes: four chunks, one for each warp.
+    places = (arith.xori(start, i32(TILE * tile)) for tile in range(head_dim // TILE))
+    starts = [arith.addi(base, place) for place in places]
     words = [
         word
         for tile in range(len(starts))

@@ -41,7 +41,7 @@ class Scratch(NamedTuple, Generic[T]):
 
     q: queries of its KV heads. k, v: rings of tiles. weights: of a tile. out: a head's result.
     q_ready: the queries have arrived. k_ready, v_ready: for each slot, its copies have arrived.
-    received: of cluster_fold.scratch. wide_q: queries for tiles in fp8, see fp8_tiles.queries.
+    received: of cluster_fold.scratch. scaled_q: queries for tiles in fp8, of fp8_tiles.queries.
     """
 
     q: T
@@ -53,7 +53,7 @@ class Scratch(NamedTuple, Generic[T]):
     k_ready: Barrier
     v_ready: Barrier
     received: list[Barrier]
-    wide_q: T | None
+    scaled_q: T | None
 
 
 def attend(plan: Plan) -> Callable[..., tuple[jax.Array, ...]]:
@@ -84,7 +84,7 @@ def attend(plan: Plan) -> Callable[..., tuple[jax.Array, ...]]:
         scratch: Scratch[Ref],
     ) -> None:
         q_smem, k_smem, v_smem, p_smem, out_smem = scratch[:5]
-        wide_q = scratch.wide_q
+        scaled_q = scratch.scaled_q
         q_barrier, k_barriers, v_barriers = scratch.q_ready, scratch.k_ready, scratch.v_ready
         await_inputs(plan.interpreted)
         request, first_head = lax.axis_index("request"), lax.axis_index("kv_head") * heads
@@ -146,8 +146,8 @@ def attend(plan: Plan) -> Callable[..., tuple[jax.Array, ...]]:
             bounds_ref.at[request, row_tile, pl.ds(columns, columns)], BY_COLUMN, optimized=False
         )
         pl.when(any_tile)(lambda: plgpu.barrier_wait(q_barrier))
-        if wide_q is not None:
-            fp8_tiles.convert_queries(q_smem, wide_q)
+        if scaled_q is not None:
+            fp8_tiles.convert_queries(q_smem, scaled_q)
 
         def clear_unwritten(slot: Index, tile: jax.Array) -> None:
             # Unwritten cache slots may hold NaN, and 0 * NaN is NaN.
@@ -159,13 +159,15 @@ def attend(plan: Plan) -> Callable[..., tuple[jax.Array, ...]]:
 
         def score_scale_of(head: Index) -> jax.Array | float:
             """Return the factor of a KV head's scores, in powers of two."""
-            factor = plan.scale * LOG2E * (1.0 if wide_q is None else 1.0 / fp8_tiles.QUERY_SCALE)
+            factor = plan.scale * LOG2E * (1.0 if scaled_q is None else 1.0 / fp8_tiles.QUERY_SCALE)
             if k_scale_ref is None:
                 return factor
             return of_head(k_scale_ref, first_head + head) * factor
 
         def queries_of(head: Index) -> fp8_tiles.Queries:
-            return q_smem.at[head] if wide_q is None else fp8_tiles.load_queries(wide_q.at[head])
+            return (
+                q_smem.at[head] if scaled_q is None else fp8_tiles.load_queries(scaled_q.at[head])
+            )
 
         def step(
             q: fp8_tiles.Queries, score_scale: jax.Array | float, tile: jax.Array, carry: Carry
@@ -187,7 +189,7 @@ def attend(plan: Plan) -> Callable[..., tuple[jax.Array, ...]]:
                 fetch(v_ref, v_smem, v_barriers, slot, coming_number, coming, blocks)
 
             v = None  # a tile's values in registers
-            if wide_q is None:
+            if scaled_q is None:
 
                 def scores_of(acc: Accumulator) -> jax.Array:
                     plgpu.wgmma(acc, k_smem.at[slot], q.transpose((1, 0)))
@@ -208,6 +210,7 @@ def attend(plan: Plan) -> Callable[..., tuple[jax.Array, ...]]:
             new = jnp.maximum(top, scores.max(axis=0))
             old = jnp.exp2(top - new)
             weights = jnp.exp2(scores - spread(new, square))
+            # All warps have read the weights before these: the maximum has a barrier.
             p_smem.transpose((1, 0))[...] = weights.astype(p_smem.dtype)
             if v is None:
                 plgpu.barrier_wait(v_barriers.at[slot])
@@ -362,7 +365,7 @@ def attend(plan: Plan) -> Callable[..., tuple[jax.Array, ...]]:
         k_ready=plgpu.Barrier(num_barriers=slots, num_arrivals=pieces),
         v_ready=plgpu.Barrier(num_barriers=slots, num_arrivals=pieces),
         received=cluster_fold.scratch(plan),
-        wide_q=fp8_tiles.queries(plan) if plan.is_fp8 else None,
+        scaled_q=fp8_tiles.queries(plan) if plan.is_fp8 else None,
     )
     by_row = (plan.batch, plan.rows) if plan.num_out_rows is None else (plan.num_out_rows,)
     out = jax.ShapeDtypeStruct((*by_row, plan.num_heads, head_dim), jnp.bfloat16)

@@ -32,7 +32,7 @@ T = TypeVar("T")  # an array, or the kernel's ref
 VALUES = 8  # that a thread of the warpgroup reads at once
 STEP = 128 * VALUES  # depths
 BLOCKS = STEP // BLOCK
-MAX_SUMS_WIDTH = 8192  # whose parts of the depth registers hold
+MAX_SUMS_WIDTH = 8192  # registers hold a row of this width
 
 
 class Sums(NamedTuple, Generic[T]):
@@ -175,7 +175,7 @@ def _by_row(depth: int, eps: float) -> Callable[..., None]:
         def read(ref: Ref) -> list[jax.Array]:
             return [load(ref.at[half], layout, optimized=False) for half in halves]
 
-        # No kernel writes gain and weight's scales: they need not wait for the kernel before.
+        # No kernel writes gain and scales of the weight: they need not wait for the one before.
         gains = None if gain is None else read(gain)
         columns = read(x.columns) if isinstance(x, Sums) else []
         _wait_for_rows()

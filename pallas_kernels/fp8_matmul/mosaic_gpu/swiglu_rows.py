@@ -38,7 +38,7 @@ LAYOUT = plgpu.Layout.TILED(
     lane_dims=(-2,),
     vector_dim=-1,
 )
-# Of a row in the registers of four warpgroups, and of two rows.
+# Widest row of which the registers of four warpgroups hold one, and two.
 MAX_WIDTH, MAX_WIDTH_OF_TWO = 25600, 16384
 
 
@@ -75,7 +75,7 @@ def takes(width: int) -> bool:
 
 
 def choose_tuning(rows: int, width: int) -> Tuning:
-    """Return two rows a CTA where there are more than SMs and where registers hold both."""
+    """Return two rows a CTA where there are more rows than SMs and registers hold both."""
     return Tuning(rows=2 if rows > NUM_SMS and width <= MAX_WIDTH_OF_TWO else 1)
 
 
