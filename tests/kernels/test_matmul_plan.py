@@ -13,7 +13,7 @@ from pallas_kernels.matmul.shapes import SHAPES, Shape
 
 NAMES = [name for name, shape in SHAPES.items() if shape.rows <= plan.MAX_ROWS]
 PRODUCTS = [name for name in NAMES if name.endswith("rows 1")]
-SPLIT = {"llama-3-8b o", "llama-3-8b down", "llama-3-8b eagle3 fc"}
+SPLIT = {"gpt-oss-20b o", "llama-3-8b o", "llama-3-8b down", "llama-3-8b eagle3 fc"}
 # Whether it launches the next kernel early, and whether its weights load before it waits for the
 # kernel before.
 ORDER = {
