@@ -45,13 +45,22 @@ def ldmatrix(address: Any, offset: int = 0, *, transposed: bool = False) -> list
     offset: to add to the addresses; a sum would take a register
     """
     kind = ".trans" if transposed else ""
+    instruction = f"ldmatrix.sync.aligned.m8n8.x4{kind}.shared.b16"
+    return load_words(instruction, 4, address, offset, convergent=True)
+
+
+def load_words(
+    instruction: str, count: int, address: Any, offset: int, *, convergent: bool = False
+) -> list[Any]:
+    """Return the registers that a load from shared memory fills. offset: see ldmatrix"""
+    registers = ", ".join(f"${i}" for i in range(count))
     return list(
         ptx(
-            f"ldmatrix.sync.aligned.m8n8.x4{kind}.shared.b16 {{$0, $1, $2, $3}}, [$4 + {offset}];",
+            f"{instruction} {{{registers}}}, [${count} + {offset}];",
             address,
-            result_types=[address.type] * 4,
+            result_types=[address.type] * count,
             has_side_effects=True,
-            convergent=True,
+            convergent=convergent,
         )
     )
 

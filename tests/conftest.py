@@ -10,6 +10,7 @@ import re
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import jax
 import pytest
@@ -112,6 +113,22 @@ def standard_promotion() -> Iterator[None]:
     promotion refuses."""
     with jax.numpy_dtype_promotion("standard"):
         yield
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The kernels that are traced, in turn."""
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    run, seen = plgpu.kernel, []
+    jax.clear_caches()
+
+    def note(body: Any, **options: Any) -> Any:
+        seen.append(options["kernel_name"])
+        return run(body, **options)
+
+    monkeypatch.setattr(plgpu, "kernel", note)
+    return seen
 
 
 @pytest.fixture

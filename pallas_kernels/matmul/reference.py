@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import accumulate
 from typing import Any, TypeAlias
 
 import jax
@@ -57,9 +56,8 @@ def norm_factor(inputs: Inputs[Any]) -> jax.Array | None:
 def finish(inputs: Inputs[Any], products: list[jax.Array]) -> jax.Array:
     """Return the op's result from its products: with the bias, SwiGLU and the residual sum."""
     if inputs.bias is not None:
-        ends = list(accumulate(y.shape[1] for y in products))
-        pieces = jnp.split(inputs.bias.astype(jnp.float32), ends[:-1])
-        products = [y.astype(jnp.float32) + b for y, b in zip(products, pieces, strict=True)]
+        wide = [y.astype(jnp.float32) for y in products]
+        products = [jnp.concatenate(wide, axis=-1) + inputs.bias.astype(jnp.float32)]
     results = [y.astype(inputs.out_dtype) for y in products]
     if inputs.swiglu:
         result = jax.nn.silu(results[0]) * results[1]

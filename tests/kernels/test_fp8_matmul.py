@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -278,22 +277,6 @@ def test_a_norm_and_its_codes_are_those_of_the_two_one_by_one(activation: Any) -
 def bits(x: Any) -> np.ndarray:
     """The result as integers, so that NaN equals itself."""
     return np.asarray(x).view(np.uint16 if x.dtype == jnp.bfloat16 else np.uint32)
-
-
-@pytest.fixture
-def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """The kernels that are traced, in turn."""
-    from jax.experimental.pallas import mosaic_gpu as plgpu
-
-    run, seen = plgpu.kernel, []
-    jax.clear_caches()
-
-    def note(body: Any, **options: Any) -> Any:
-        seen.append(options["kernel_name"])
-        return run(body, **options)
-
-    monkeypatch.setattr(plgpu, "kernel", note)
-    yield seen
 
 
 def separate(inputs: Inputs[Fp8Weight], norm: RowNorm | None = None) -> jax.Array:

@@ -72,7 +72,12 @@ def run(
     with interpreted() if implementation == "mosaic_gpu" else contextlib.nullcontext():
         stream, scaled, squares = matmul(first_product(inputs), implementation=implementation)
         second = Inputs(
-            x=scaled, weights=inputs["weights"], squares=squares, eps=EPS, swiglu=pair.swiglu
+            x=scaled,
+            weights=inputs["weights"],
+            squares=squares,
+            bias=inputs.get("bias"),
+            eps=EPS,
+            swiglu=pair.swiglu,
         )
         result = matmul(second, implementation=implementation)
     return np.asarray(stream).astype(np.float32), np.asarray(result).astype(np.float32)
@@ -141,11 +146,7 @@ def test_a_bias_follows_the_norm_that_two_products_share(implementation: str) ->
     pair = next(pair for pair in SMALL.values() if not pair.swiglu and pair.rows > 1)
     inputs = make_inputs(pair, seed=2)
     bias = 1 + jax.random.normal(jax.random.key(3), (sum(pair.widths),), jnp.bfloat16)
-    with interpreted() if implementation == "mosaic_gpu" else contextlib.nullcontext():
-        stream, scaled, squares = matmul(first_product(inputs), implementation=implementation)
-        second = Inputs(x=scaled, weights=inputs["weights"], squares=squares, bias=bias, eps=EPS)
-        result = matmul(second, implementation=implementation)
-    stream = np.asarray(stream).astype(np.float32)
+    stream, result = run(pair, inputs | {"bias": bias}, implementation)
     expected = ground_truth(pair, inputs, stream) + np.asarray(bias).astype(np.float64)
     assert errors(result, expected).max() <= 3 * 2.0**-8
 

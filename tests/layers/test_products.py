@@ -120,17 +120,24 @@ def test_idle_rows_give_gate_and_up_a_kernel_that_pads_nothing(
     assert layers.idle_rows(batch, rows, KERNEL) == idle
     assert layers.idle_rows(batch, rows, REFERENCE_OPS) == 0
     gate = jax.ShapeDtypeStruct((4096, 12288), jnp.bfloat16)
-    chosen = layers._choose_backend(
-        jax.ShapeDtypeStruct((batch * (rows + idle), 4096), jnp.bfloat16),
-        layers._Operands(Weight, (gate, gate)),
+    operands = layers._Operands(Weight, (gate, gate))
+    assert chosen(batch * (rows + idle), 4096, operands, swiglu=True) == ("mosaic_gpu", 0)
+
+
+def chosen(
+    rows: int, depth: int, operands: layers._Operands, *, swiglu: bool = False
+) -> tuple[str, int]:
+    """Implementation and padding of a product with nothing else fused."""
+    return layers._choose_backend(
+        jax.ShapeDtypeStruct((rows, depth), jnp.bfloat16),
+        operands,
         KERNEL,
-        layers._Form(jnp.bfloat16, swiglu=True),
+        layers._Form(jnp.bfloat16, swiglu=swiglu),
         has_bias=False,
         has_residual=False,
         is_normed=False,
         prepares_norm=False,
     )
-    assert chosen == ("mosaic_gpu", 0)
 
 
 @pytest.mark.parametrize(("batch", "rows"), [(9, 7), (12, 7), (16, 5), (64, 7)])
@@ -161,22 +168,11 @@ def test_a_bias_is_added_before_the_product_is_rounded(rows: int, residual: bool
 
 def test_rows_are_padded_to_what_multiplies_them() -> None:
     """Of fp8: cuBLAS, but kernels 64 rows at a time where blocks have scales."""
-    padded = {}
-    for form in ("channel", "block"):
-        weight = fp8_weight(0, 128, 1024, form)
-        for rows in (60, 72):
-            x = jax.ShapeDtypeStruct((rows, 1024), jnp.bfloat16)
-            chosen = layers._choose_backend(
-                x,
-                layers._Operands.of((weight,)),
-                KERNEL,
-                layers._Form(jnp.bfloat16),
-                has_bias=False,
-                has_residual=False,
-                is_normed=False,
-                prepares_norm=False,
-            )
-            padded[form, rows] = chosen
+    padded = {
+        (form, rows): chosen(rows, 1024, layers._Operands.of((fp8_weight(0, 128, 1024, form),)))
+        for form in ("channel", "block")
+        for rows in (60, 72)
+    }
     assert padded == {
         ("channel", 60): ("mosaic_gpu", 4),
         ("channel", 72): ("mosaic_gpu", 8),

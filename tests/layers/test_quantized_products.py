@@ -159,22 +159,6 @@ def values(x: jax.Array) -> np.ndarray:
     return np.asarray(x, np.float32)
 
 
-@pytest.fixture
-def kernels(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The kernels that are traced, in turn."""
-    from jax.experimental.pallas import mosaic_gpu as plgpu
-
-    kernel, seen = plgpu.kernel, []
-    jax.clear_caches()
-
-    def note(body: Any, **options: Any) -> Any:
-        seen.append(options["kernel_name"])
-        return kernel(body, **options)
-
-    monkeypatch.setattr(plgpu, "kernel", note)
-    return seen
-
-
 SWIGLU, SUM = "swiglu_rows_1024", "add_and_quantise_1024_normed"
 
 

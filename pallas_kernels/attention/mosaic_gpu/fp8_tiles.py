@@ -35,6 +35,7 @@ from pallas_kernels.fragments import (
     i32,
     lane_and_warp,
     ldmatrix,
+    load_words,
     mma,
     ptx,
     scalars,
@@ -271,15 +272,7 @@ class _QueryReader:
     def load(self, tile: int, step: int) -> list[Any]:
         """Return the two registers of 8 columns and 16 depths."""
         offset = 2 * (tile * self._row_stride + step // self.STEPS * self._depth_stride)
-        address = self._starts[step % self.STEPS]
-        return list(
-            ptx(
-                f"ld.shared.v2.b32 {{$0, $1}}, [$2 + {offset}];",
-                address,
-                result_types=[address.type] * 2,
-                has_side_effects=True,
-            )
-        )
+        return load_words("ld.shared.v2.b32", 2, self._starts[step % self.STEPS], offset)
 
 
 def _load_values(codes: Any, written: Any) -> Any:
@@ -349,8 +342,7 @@ def _value_rows(words: list[Any]) -> list[Any]:
 def _store_values(mean: Any, target: Any) -> None:
     head_dim, columns = mean.shape
     lane, warp = lane_and_warp()
-    word, bf16 = ir.IntegerType.get_signless(32), ir.BF16Type.get()
-    pairs = [llvm.bitcast(word, pair) for pair in mean.registers.flat]
+    pairs, bf16 = _words_of(mean), ir.BF16Type.get()
     g, t = arith.shrui(lane, i32(2)), arith.andi(lane, i32(3))
     own = arith.addi(arith.shli(warp, i32(4)), arith.shli(g, i32(1)))
     start = arith.addi(arith.muli(t, i32(2 * head_dim)), own)
@@ -358,7 +350,9 @@ def _store_values(mean: Any, target: Any) -> None:
         for column in range(columns // 8):
             first, second = pairs[2 * (tile * (columns // 8) + column) :][:2]
             for i, halves in enumerate(("0x5410", "0x7632")):
-                both = ptx(f"prmt.b32 $0, $1, $2, {halves};", first, second, result_types=word)
+                both = ptx(
+                    f"prmt.b32 $0, $1, $2, {halves};", first, second, result_types=first.type
+                )
                 place = arith.addi(start, i32((8 * column + i) * head_dim + TILE * tile))
                 address = utils.getelementptr(utils.memref_ptr(target), [place], bf16)
                 llvm.store(both, address, alignment=4)

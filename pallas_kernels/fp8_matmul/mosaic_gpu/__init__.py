@@ -61,13 +61,11 @@ def fp8_matmul(
 
     measures: find the largest magnitudes in the result too; for at most MAX_ROWS rows
     """
-    if scales is not None:
-        return multiply_quantised(Rows(inputs.x, scales), inputs, measures=measures)
     is_known = inputs.squares is None or largest is not None
     own = quantises(Product.of(inputs), measured=largest is not None, normed=norm is not None)
-    if is_known and own:
+    if scales is None and is_known and own:
         return multiply(None, inputs, norm, largest, measures=measures)
-    return multiply_quantised(quantised(inputs, norm), inputs, measures=measures)
+    return multiply_quantised(quantised(inputs, norm, scales), inputs, measures=measures)
 
 
 def product_for_norm(inputs: Inputs[Fp8Weight], largest: jax.Array | None) -> BeforeNorm:
