@@ -13,6 +13,7 @@ two neighbours together. `store_values` restores the order.
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import jax
@@ -58,6 +59,7 @@ QUERY_SCALE = 1 / 16
 LARGEST = float(jnp.finfo(jnp.float16).max)
 CHUNK = 16  # codes of a row that ldmatrix loads together; also the depth of an mma
 MOST_WORDS = 32  # of a thread's queries: more would spill
+WARPS = 4  # of a warpgroup
 TILE = 64  # rows of a result that a warpgroup's four warps have together, 16 each
 
 
@@ -121,6 +123,51 @@ def scores(codes: Ref, q: Queries, columns: int) -> jax.Array:
 
     call: Any = run
     return call(codes, q)
+
+
+def maxima_of_warps(plan: Plan) -> pl.MemoryRef:
+    """Return the memory of `maximum`, float32 [columns, warps]."""
+    return plgpu.SMEM((plan.columns, WARPS), jnp.float32)
+
+
+def maximum(numbers: jax.Array, maxima: Ref) -> jax.Array:
+    """Return the maximum of each column of [KEYS, columns], float32 [columns].
+
+    One barrier, where `numbers.max` has two: a barrier has to follow before `maxima` is used again.
+    """
+    if interpreting():
+        return numbers.max(axis=0)
+    columns = numbers.shape[1]
+    by_column = LAYOUT.reduce(0)
+
+    @plgpu.inline_mgpu(
+        arg_types=(LAYOUT, plgpu.RefType()),
+        return_type=plgpu.ShapeDtypeStruct((columns,), jnp.float32, layout=by_column),
+    )
+    def run(_: Any, numbers: Any, maxima: Any) -> Any:
+        return _maximum(numbers, maxima)
+
+    call: Any = run
+    return call(numbers, maxima)
+
+
+def store_weights(weights: jax.Array, target: Ref) -> None:
+    """Store float32 [KEYS, columns] for `weigh`, in float16 [columns, KEYS].
+
+    One barrier, which follows, where Mosaic's store has two. No fence, since mma.sync reads them.
+    """
+    weights = weights.astype(jnp.float16)
+    if interpreting():
+        target[...] = weights.T
+        return
+
+    @plgpu.inline_mgpu(arg_types=(LAYOUT, plgpu.RefType(TRANSFORMS)))
+    def run(_: Any, weights: Any, target: Any) -> None:
+        weights.store_tiled(utils.memref_transpose(target, (1, 0, 3, 2)), 2 * DEPTHS)
+        utils.warpgroup_barrier()
+
+    call: Any = run
+    call(weights, target)
 
 
 def load_values(codes: Ref, written: Index) -> jax.Array:
@@ -273,6 +320,51 @@ class _QueryReader:
         """Return the two registers of 8 columns and 16 depths."""
         offset = 2 * (tile * self._row_stride + step // self.STEPS * self._depth_stride)
         return load_words("ld.shared.v2.b32", 2, self._starts[step % self.STEPS], offset)
+
+
+def _maximum(numbers: Any, maxima: Any) -> Any:
+    columns, found, f32 = numbers.shape[1], scalars(numbers), ir.F32Type.get()
+    lane, warp = lane_and_warp()
+    first = arith.shli(arith.andi(lane, i32(3)), i32(1))  # of the thread's columns
+    # Of rows g and g + 8: column 2 t of each tile of columns, then column 2 t + 1 of each.
+    own = [
+        arith.maximumf(found[4 * tile + i], found[4 * tile + i + 2])
+        for i in range(2)
+        for tile in range(columns // 8)
+    ]
+    column, apart = first, 1
+    for distance in (4, 8, 16):
+        given = own
+        if len(own) % 2 == 0:  # of two lanes, each keeps one half, so later exchanges are fewer
+            half = len(own) // 2
+            bit = arith.andi(lane, i32(distance))
+            is_upper = arith.cmpi(arith.CmpIPredicate.ne, bit, i32(0))
+            pairs = list(zip(own[:half], own[half:], strict=True))
+            own = [arith.select(is_upper, upper, lower) for lower, upper in pairs]
+            given = [arith.select(is_upper, lower, upper) for lower, upper in pairs]
+            column = arith.addi(column, arith.select(is_upper, i32(apart), i32(0)))
+            apart = 4 * half
+        taken = [utils.shfl_bfly(x, distance) for x in given]
+        own = [arith.maximumf(x, y) for x, y in zip(own, taken, strict=True)]
+
+    def address(column: Any, past: int, warp: Any) -> Any:
+        place = arith.addi(arith.shli(arith.addi(column, i32(past)), i32(2)), warp)
+        return utils.getelementptr(utils.memref_ptr(maxima), [place], f32)
+
+    for tile, number in enumerate(own):
+        llvm.store(number, address(column, 8 * tile, warp), alignment=4)
+    utils.warpgroup_barrier()
+    results = []
+    for i in range(columns // 4):
+        of_warps = llvm.load(
+            ir.VectorType.get((WARPS,), f32),
+            address(first, 8 * (i // 2) + i % 2, i32(0)),
+            alignment=4 * WARPS,
+        )
+        parts = [llvm.extractelement(of_warps, i32(j)) for j in range(WARPS)]
+        results.append(functools.reduce(arith.maximumf, parts))
+    like = fa.FragmentedArray.splat(utils.c(0.0, f32), (columns,), fa.WGMMA_LAYOUT.reduce((0,)))
+    return array_of(results, like)
 
 
 def _load_values(codes: Any, written: Any) -> Any:

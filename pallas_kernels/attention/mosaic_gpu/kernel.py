@@ -41,7 +41,8 @@ class Scratch(NamedTuple, Generic[T]):
 
     q: queries of its KV heads. k, v: rings of tiles. weights: of a tile. out: a head's result.
     q_ready: the queries have arrived. k_ready, v_ready: for each slot, its copies have arrived.
-    received: of cluster_fold.scratch. scaled_q: queries for tiles in fp8, of fp8_tiles.queries.
+    received: of cluster_fold.scratch. For tiles in fp8, scaled_q: of fp8_tiles.queries, and maxima:
+    of fp8_tiles.maxima_of_warps.
     """
 
     q: T
@@ -54,6 +55,7 @@ class Scratch(NamedTuple, Generic[T]):
     v_ready: Barrier
     received: list[Barrier]
     scaled_q: T | None
+    maxima: T | None
 
 
 def attend(plan: Plan) -> Callable[..., tuple[jax.Array, ...]]:
@@ -84,7 +86,7 @@ def attend(plan: Plan) -> Callable[..., tuple[jax.Array, ...]]:
         scratch: Scratch[Ref],
     ) -> None:
         q_smem, k_smem, v_smem, p_smem, out_smem = scratch[:5]
-        scaled_q = scratch.scaled_q
+        scaled_q, maxima = scratch.scaled_q, scratch.maxima
         q_barrier, k_barriers, v_barriers = scratch.q_ready, scratch.k_ready, scratch.v_ready
         await_inputs(plan.interpreted)
         request, first_head = lax.axis_index("request"), lax.axis_index("kv_head") * heads
@@ -157,8 +159,34 @@ def attend(plan: Plan) -> Callable[..., tuple[jax.Array, ...]]:
             v = load(v_smem.at[slot], MATRIX)
             v_smem[slot] = where(row < num_keys, v, 0.0)
 
+        def seen_by_all() -> tuple[jax.Array, jax.Array]:
+            """Return the first key that all rows see, and the key after the last."""
+            rows = jnp.minimum(plan.rows - row_tile * plan.tile_rows, plan.tile_rows)
+            column = plgpu.broadcasted_iota(jnp.int32, (columns,), 0, layout=BY_COLUMN)
+            is_row = column < rows * group  # the others fill up the tile
+            past = where(is_row, last, jnp.iinfo(jnp.int32).max)
+            return where(is_row, first, 0).max(), past.min()
+
+        common = seen_by_all() if plan.is_fp8 else None
+
+        def hide(scores: jax.Array, tile: jax.Array) -> jax.Array:
+            """Return scores of a tile with -inf for the keys that a column does not see."""
+            key = plgpu.broadcasted_iota(jnp.int32, square, 0, layout=MATRIX) + tile * KEYS
+            begin = spread(first, square)
+            if common is None:
+                is_seen = (key >= begin) & (key < spread(last, square))
+                return where(is_seen, scores, -jnp.inf)
+            # One comparison without signs: keys before the first one wrap around.
+            size = spread((last - first).astype(jnp.uint32), square)
+            is_seen = (key - begin).astype(jnp.uint32) < size
+            return lax.cond(
+                (tile * KEYS >= common[0]) & ((tile + 1) * KEYS <= common[1]),
+                lambda: scores,
+                lambda: where(is_seen, scores, -jnp.inf),
+            )
+
         def score_scale_of(head: Index) -> jax.Array | float:
-            """Return the factor of a KV head's scores, in powers of two."""
+            """Return the factor of a KV head's scores, in powers of two: above 0."""
             factor = plan.scale * LOG2E * (1.0 if scaled_q is None else 1.0 / fp8_tiles.QUERY_SCALE)
             if k_scale_ref is None:
                 return factor
@@ -189,7 +217,7 @@ def attend(plan: Plan) -> Callable[..., tuple[jax.Array, ...]]:
                 fetch(v_ref, v_smem, v_barriers, slot, coming_number, coming, blocks)
 
             v = None  # a tile's values in registers
-            if scaled_q is None:
+            if scaled_q is None or maxima is None:
 
                 def scores_of(acc: Accumulator) -> jax.Array:
                     plgpu.wgmma(acc, k_smem.at[slot], q.transpose((1, 0)))
@@ -197,28 +225,26 @@ def attend(plan: Plan) -> Callable[..., tuple[jax.Array, ...]]:
 
                 scores = pl.run_scoped(scores_of, plgpu.ACC(square, jnp.float32))
                 pl.when(coming < stop)(fetch_keys)
+                scores = hide(scores * score_scale, tile)
+                highest = scores.max(axis=0)
             else:
                 scores = fp8_tiles.scores(k_smem.at[slot], q, columns)
                 plgpu.barrier_wait(v_barriers.at[slot])
                 v = fp8_tiles.load_values(v_smem.at[slot], num_keys - tile * KEYS)
-            scores = scores * score_scale
+                # The factor comes after the mask: exp2's argument is then one fma.
+                scores = hide(scores, tile)
+                highest = fp8_tiles.maximum(scores, maxima) * score_scale
+                scores = scores * score_scale
 
-            key = plgpu.broadcasted_iota(jnp.int32, square, 0, layout=MATRIX) + tile * KEYS
-            scores = where(
-                (key >= spread(first, square)) & (key < spread(last, square)), scores, -jnp.inf
-            )
-            new = jnp.maximum(top, scores.max(axis=0))
+            new = jnp.maximum(top, highest)
             old = jnp.exp2(top - new)
             weights = jnp.exp2(scores - spread(new, square))
             # All warps have read the weights before these: the maximum has a barrier.
-            p_smem.transpose((1, 0))[...] = weights.astype(p_smem.dtype)
             if v is None:
+                p_smem.transpose((1, 0))[...] = weights.astype(p_smem.dtype)
                 plgpu.barrier_wait(v_barriers.at[slot])
                 pl.when((tile + 1) * KEYS > num_keys)(lambda: clear_unwritten(slot, tile))
-
-            plgpu.commit_smem()
-
-            if v is None:
+                plgpu.commit_smem()
 
                 def values_of(acc: Accumulator) -> jax.Array:
                     plgpu.wgmma(acc, v_smem.at[slot].transpose((1, 0)), p_smem.transpose((1, 0)))
@@ -228,6 +254,7 @@ def attend(plan: Plan) -> Callable[..., tuple[jax.Array, ...]]:
                 values = values * spread(old, tall) + added
                 pl.when(coming < stop)(fetch_values)
             else:
+                fp8_tiles.store_weights(weights, p_smem)
 
                 @pl.when(coming < stop)
                 def _fetch() -> None:
@@ -366,6 +393,7 @@ def attend(plan: Plan) -> Callable[..., tuple[jax.Array, ...]]:
         v_ready=plgpu.Barrier(num_barriers=slots, num_arrivals=pieces),
         received=cluster_fold.scratch(plan),
         scaled_q=fp8_tiles.queries(plan) if plan.is_fp8 else None,
+        maxima=fp8_tiles.maxima_of_warps(plan) if plan.is_fp8 else None,
     )
     by_row = (plan.batch, plan.rows) if plan.num_out_rows is None else (plan.num_out_rows,)
     out = jax.ShapeDtypeStruct((*by_row, plan.num_heads, head_dim), jnp.bfloat16)
