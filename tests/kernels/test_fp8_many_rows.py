@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -173,6 +174,136 @@ def test_swiglu_finds_the_largest_magnitude_wherever_it_lies(place: int) -> None
         got = swiglu_rows(products)
     assert_same_rows(got, quantise(expected_swiglu(products), "token"))
     assert (np.abs(np.asarray(got.codes)[:, place].astype(np.float32)) == 448.0).all()
+
+
+# ---- gate, up and SwiGLU in one kernel
+
+# Rows, depth, width, and a tuning: tile, cluster, stages, CTAs at once. The interpreter has no
+# clusters.
+TILED: dict[str, tuple[int, int, int, tuple[int, ...] | None]] = {
+    "one step, one tile": (128, 128, 64, None),
+    "a tile of 112 columns, two row tiles": (256, 256, 112, None),
+    "more steps than stages": (128, 896, 96, (96, 1, 3)),
+    "three tiles of a CTA, two of another": (128, 384, 320, (64, 1, 4, 2)),
+    "two row tiles, CTAs of several tiles": (256, 256, 336, (112, 1, 5, 4)),
+    "a tile of 80 columns": (128, 256, 80, (80, 1, 2)),
+}
+
+
+def tiled_inputs(rows: int, depth: int, width: int) -> tuple[Rows, Fp8Weight, Fp8Weight]:
+    """Codes of random rows and weights, with products of about 1.5 and of 0.3."""
+
+    def codes(seed: int, count: int) -> jax.Array:
+        return jnp.clip(100 * normal(seed, count, depth), -448, 448).astype(jnp.float8_e4m3fn)
+
+    sizes = (1.5e-4 / depth**0.5, 3e-5 / depth**0.5)
+    scales = (size * uniform(seed, width) for seed, size in zip((3, 4), sizes, strict=True))
+    gate, up = (Fp8Weight(codes(seed, width), s) for seed, s in zip((1, 2), scales, strict=True))
+    return Rows(codes(0, rows), uniform(5, rows)), gate, up
+
+
+def tiled(inputs: tuple[Rows, Fp8Weight, Fp8Weight], tuning: tuple[int, ...] | None) -> jax.Array:
+    from pallas_kernels.fp8_matmul.mosaic_gpu import many_rows_swiglu as many
+
+    with interpreted(races=True):
+        return many.swiglu(*inputs, tuning=None if tuning is None else many.Tuning(*tuning))
+
+
+def swiglu_in_float64(x: Rows, gate: Fp8Weight, up: Fp8Weight) -> np.ndarray:
+    rows = np.asarray(x.codes, np.float64) * np.asarray(x.scales, np.float64)[:, None]
+    g, u = (
+        rows @ (np.asarray(w.codes, np.float64).T * np.asarray(w.scales, np.float64))
+        for w in (gate, up)
+    )
+    return g / (1 + np.exp(-g)) * u
+
+
+def assert_swiglu(got: jax.Array, expected: np.ndarray) -> None:
+    """Gate, up, silu(gate) and the product are rounded once each."""
+    error = np.abs(np.asarray(got, np.float64) - expected)
+    # silu moves by at most twice its gate's share where it is far from 0.
+    assert (error <= 6 * 2.0**-9 * (np.abs(expected) + expected.std())).all()
+    assert np.median(error / (np.abs(expected) + 1e-3)) <= 1.2 * 2.0**-8
+
+
+@needs_mosaic
+@pytest.mark.parametrize("name", TILED)
+def test_gate_up_and_swiglu_in_one_kernel_equal_float64(name: str) -> None:
+    *shape, tuning = TILED[name]
+    inputs = tiled_inputs(*shape)
+    assert_swiglu(tiled(inputs, tuning), swiglu_in_float64(*inputs))
+
+
+@needs_mosaic
+def test_bits_do_not_depend_on_tile_ring_ctas_or_neighbours() -> None:
+    x, gate, up = tiled_inputs(256, 384, 448)
+    expected = bits(tiled((x, gate, up), (112, 1, 5)))
+    for tuning in ((64, 1, 2), (64, 1, 7, 6), (112, 1, 3, 2)):
+        np.testing.assert_array_equal(bits(tiled((x, gate, up), tuning)), expected)
+    order = np.random.default_rng(0).permutation(256)[:128]
+    few = Rows(x.codes[order], x.scales[order])
+    np.testing.assert_array_equal(bits(tiled((few, gate, up), (112, 1, 5))), expected[order])
+
+
+@needs_mosaic
+def test_gates_far_from_zero_and_nan_stay_in_their_row() -> None:
+    x, gate, up = tiled_inputs(128, 128, 64)
+    scales = np.asarray(x.scales).copy()
+    scales[[3, 4, 5]] = 300.0, -300.0, np.nan  # gates of +-450
+    far = Rows(x.codes, jnp.asarray(scales))
+    got, plain = tiled((far, gate, up), None), tiled((x, gate, up), None)
+    others = np.delete(np.arange(128), [3, 4, 5])
+    np.testing.assert_array_equal(bits(got)[others], bits(plain)[others])
+    assert np.isnan(np.asarray(got[5], np.float32)).all()
+    with np.errstate(over="ignore"):
+        expected = swiglu_in_float64(far, gate, up)[[3, 4]]
+    np.testing.assert_allclose(np.asarray(got[3:5], np.float64), expected, rtol=0.02, atol=1e-4)
+
+
+@needs_mosaic
+def test_the_op_takes_that_kernel_and_has_the_bits_of_the_ops_one_by_one() -> None:
+    """Of 128 rows, 7,168 columns fill an H200."""
+    from pallas_kernels.fp8_matmul import mosaic_gpu
+
+    x, gate, up = tiled_inputs(128, 256, 7168)
+    inputs = Inputs(x=x.codes, weights=(gate, up), swiglu=True)
+    with (
+        interpreted(),
+        mock.patch.object(
+            mosaic_gpu.many_rows_swiglu, "swiglu", wraps=mosaic_gpu.many_rows_swiglu.swiglu
+        ) as kernel,
+    ):
+        got = quantised_swiglu(inputs, scales=x.scales, implementation="mosaic_gpu")
+        inner = kernel(x, gate, up)
+    assert kernel.call_count == 2
+    assert_same_rows(got, quantise(inner, "token"))
+    assert_close_rows(got, quantised_swiglu(inputs, scales=x.scales), 0.9)
+
+
+@needs_mosaic
+@pytest.mark.parametrize(
+    ("rows", "depth", "width", "tuning"),
+    [
+        (256, 4096, 14336, (112, 2, 5)),  # Llama-3-8B: two tiles for each of 128 CTAs
+        (128, 4096, 14336, (112, 2, 5)),
+        (256, 4096, 12288, (96, 2, 5)),
+        (128, 4096, 12288, (96, 2, 5)),
+        (256, 2048, 8192, (128, 2, 4)),
+        (256, 4096, 11008, (64, 2, 6)),
+    ],
+)
+def test_which_gate_and_up_have_a_kernel(
+    rows: int, depth: int, width: int, tuning: tuple[int, ...]
+) -> None:
+    from pallas_kernels.fp8_matmul.mosaic_gpu import many_rows_swiglu as many
+
+    assert many.choose_tuning(rows, width) == many.Tuning(*tuning)
+    assert many.takes(rows, depth, width)
+    others = ((192, depth, width), (384, depth, width), (rows, 4160, width), (rows, 128, width))
+    for other in others:
+        assert not many.takes(*other)
+    assert not many.takes(rows, depth, width + 16)
+    assert not many.takes(rows, depth, 1024)  # too few tiles for 132 SMs
 
 
 SUMS = {
@@ -420,3 +551,16 @@ def quantise_by_kernel(stream: jax.Array, norm: RowNorm) -> Rows:
     from pallas_kernels.fp8_matmul.mosaic_gpu.quantise import quantise as kernel
 
     return kernel(stream, "token", None, norm)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("width", [14336, 12288])
+def test_gate_up_and_swiglu_in_one_kernel_on_the_gpu(width: int) -> None:
+    """Clusters share weights (256 rows) or rows (128). A row has the same bits in both."""
+    x, gate, up = tiled_inputs(256, 4096, width)
+    got = tiled((x, gate, up), None)
+    assert_swiglu(got, swiglu_in_float64(x, gate, up))
+    np.testing.assert_array_equal(bits(tiled((x, gate, up), None)), bits(got))
+    order = np.random.default_rng(0).permutation(256)[:128]
+    few = Rows(x.codes[order], x.scales[order])
+    np.testing.assert_array_equal(bits(tiled((few, gate, up), None)), bits(got)[order])

@@ -10,17 +10,18 @@ Hopper's tensor cores keep about 14 bits of a sum of fp8 products. So a sum ends
 and registers add it to the others in float32 (DeepSeek-V3 technical report, section 3.3.2).
 
 XLA (cublasLt) multiplies more rows, a narrow result from great depths in parts of the depth. Of up
-to 256 rows with one scale each, a kernel makes the next product's codes from the float32 sums.
-Blocks of scales have no library call, and XLA dequantises them first. So up to 256 rows are
-multiplied 64 at a time.
+to 256 rows with one scale each, a kernel makes the next product's codes from the float32 sums; of
+128 and 256 rows, gate, up and SwiGLU have a kernel. Blocks of scales have no library call, and XLA
+dequantises them first. So up to 256 rows are multiplied 64 at a time.
 
 The order of summation of few rows depends on the weights alone (pallas_kernels/matmul/plan.py).
 
-    row_parts.py    how warps reduce whole rows, and what a product has found in them
-    quantise.py     rows in fp8, after a norm or as they are
-    swiglu_rows.py  SwiGLU of many rows in fp8, from cuBLAS's sums of gate and up
-    own_rows.py     few rows that the product norms and quantises itself
-    product.py      the product
+    row_parts.py         how warps reduce whole rows, and what a product has found in them
+    quantise.py          rows in fp8, after a norm or as they are
+    many_rows_swiglu.py  gate, up and SwiGLU of 128 or 256 rows
+    swiglu_rows.py       SwiGLU of other numbers of many rows in fp8, from cuBLAS's sums
+    own_rows.py          few rows that the product norms and quantises itself
+    product.py           the product of few rows
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.fp8_matmul import reference
 from pallas_kernels.fp8_matmul import rows as plain
-from pallas_kernels.fp8_matmul.mosaic_gpu import own_rows, row_parts
+from pallas_kernels.fp8_matmul.mosaic_gpu import many_rows_swiglu, own_rows, row_parts
 from pallas_kernels.fp8_matmul.mosaic_gpu.product import Made, multiply, product_of
 from pallas_kernels.fp8_matmul.mosaic_gpu.quantise import (
     Sums,
@@ -83,6 +84,8 @@ def quantised_swiglu(
     """Run the op; see pallas_kernels.fp8_matmul.quantised_swiglu."""
     rows = quantised(inputs, norm, scales)
     gate, up = inputs.weights
+    if many_rows_swiglu.takes(rows.codes.shape[0], *gate.shape):
+        return quantise(many_rows_swiglu.swiglu(rows, gate, up), "token", None)
     sums = [
         reference.add_parts(reference.products_of_parts(rows.codes, weight.codes))
         for weight in (gate, up)
