@@ -77,6 +77,36 @@ Stream = jax.Array | ResidualStream  # [batch, rows, D], prepared for the next n
 
 
 @dataclass(frozen=True)
+class _Rows:
+    """The rows of a product, as the op takes them.
+
+    x:       [rows and padding, depth], values or codes
+    norm:    that the op begins with
+    squares: of a norm that the product completes; see DeferredNorm
+    largest: see ResidualStream and DeferredNorm
+    scales:  of codes
+    """
+
+    x: jax.Array
+    norm: RowNorm | None = None
+    squares: jax.Array | None = None
+    largest: jax.Array | None = None
+    scales: jax.Array | None = None
+
+
+@dataclass(frozen=True)
+class _Next:
+    """What follows a product, which may prepare its result for it.
+
+    norm:   of the result
+    weight: of the product that multiplies gate and up
+    """
+
+    norm: Norm | None = None
+    weight: AnyWeight | None = None
+
+
+@dataclass(frozen=True)
 class _Operands:
     """Weights of one product, as their op takes them.
 
@@ -156,27 +186,21 @@ class _Operands:
         return RowNorm(norm.gain, norm.eps)
 
     def multiply(
-        self,
-        inputs: matmul_op.Inputs[Any],
-        norm: RowNorm | None,
-        largest: jax.Array | None,
-        scales: jax.Array | None,
-        implementation: str,
+        self, inputs: matmul_op.Inputs[Any], rows: _Rows, implementation: str
     ) -> matmul_op.Result | fp8_op.BeforeNorm:
-        """Run the op.
-
-        norm:    of row_norm
-        largest: see ResidualStream and DeferredNorm
-        scales:  of rows that are in fp8
-        """
+        """Run the op on inputs, whose x are these rows."""
         if self.kind is Fp8Weight:
-            largest = None if implementation == "reference" else largest
+            largest = None if implementation == "reference" else rows.largest
             if inputs.gain is not None:
                 return fp8_op.product_for_norm(
                     inputs, largest=largest, implementation=implementation
                 )
             return fp8_op.fp8_matmul(
-                inputs, norm=norm, largest=largest, scales=scales, implementation=implementation
+                inputs,
+                norm=rows.norm,
+                largest=largest,
+                scales=rows.scales,
+                implementation=implementation,
             )
         if self.kind is Int4Weight:
             return int4_op.int4_matmul(inputs, implementation=implementation)
@@ -279,7 +303,7 @@ def project_swiglu_for(
     x of the result may be codes in fp8, for that product alone.
     """
     form = _Form(values_of(x).dtype, swiglu=True)
-    return _multiply(x, (gate, up), ops, form, norm=norm, next_weight=down)
+    return _multiply(x, (gate, up), ops, form, norm=norm, following=_Next(weight=down))
 
 
 def vocab_logits(hidden: jax.Array, lm_head: AnyWeight, ops: Ops) -> jax.Array:
@@ -319,23 +343,10 @@ def add_projection(
         return add_to_stream(stream, partial, ops, bias=bias, next_norm=next_norm)
     if beside is not None:
         return add_to_stream(add_projection(stream, x, weight, ops, bias=bias), beside, ops)
-    *rows, width = values_of(stream).shape
-    next_norm = next_norm if ops.shares_norms and bias is None else None
-    next_gain = None
-    if next_norm is not None:
-        operands = _Operands.of((weight,))
-        if operands.shares_norm(math.prod(rows), width, next_norm.weights):
-            next_gain = next_norm.gain
-    return _multiply(
-        x,
-        (weight,),
-        ops,
-        _Form(values_of(stream).dtype),
-        bias=bias,
-        residual=values_of(stream),
-        next_gain=next_gain,
-        next_norm=next_norm,
-    )
+    form = _Form(values_of(stream).dtype)
+    following = _Next(norm=next_norm if ops.shares_norms and bias is None else None)
+    residual = values_of(stream)
+    return _multiply(x, (weight,), ops, form, bias=bias, residual=residual, following=following)
 
 
 def project_part(x: jax.Array, weight: AnyWeight, ops: Ops) -> jax.Array:
@@ -380,27 +391,27 @@ def _multiply(
     norm: Norm | None = None,
     bias: jax.Array | None = None,
     residual: jax.Array | None = None,
-    next_gain: jax.Array | None = None,
-    next_norm: Norm | None = None,
-    next_weight: AnyWeight | None = None,
+    following: _Next = _Next(),
 ) -> ResidualStream:
     """Run the weights' op on (the norm of) x [batch, rows, depth].
 
-    See the matmul op for bias, residual and next_gain.
-
-    next_norm:   of the result, which may be made with it
-    next_weight: of the product that follows gate and up
+    See the matmul op for bias and residual.
     """
     stream = x if isinstance(x, ResidualStream) else ResidualStream(x)
     *shape, depth = stream.x.shape
-    rows = math.prod(shape)
-    operands = _Operands.of(weights)
+    count, operands = math.prod(shape), _Operands.of(weights)
     deferred = stream.deferred_norm if norm is not None else None
     if deferred is not None and deferred.kind is not operands.kind:
         deferred = None
     codes = stream.rows_in_fp8(normed=norm is not None) if operands.kind is Fp8Weight else None
+    assert stream.x.dtype != jnp.float8_e4m3fn or codes is not None, "codes need their scales"
+    next_gain = None
+    if following.norm is not None and residual is not None:
+        width = residual.shape[-1]
+        if operands.shares_norm(count, width, following.norm.weights):
+            next_gain = following.norm.gain
     implementation, padding = _choose_backend(
-        jax.ShapeDtypeStruct((rows, depth), (stream.x if codes is None else codes.codes).dtype),
+        jax.ShapeDtypeStruct((count, depth), (stream.x if codes is None else codes.codes).dtype),
         operands,
         ops,
         form,
@@ -413,28 +424,26 @@ def _multiply(
         deferred, next_gain = None, None
 
     def flat(a: jax.Array) -> jax.Array:
-        a = a.reshape(rows, -1)
+        a = a.reshape(count, -1)
         return jnp.pad(a, ((0, padding), (0, 0))) if padding else a
 
-    row_norm = scales = None
-    are_codes = stream.x.dtype == jnp.float8_e4m3fn
-    assert not are_codes or codes is not None, "codes need their scales"
     if codes is not None:
-        codes = codes.take_rows(0, rows + padding)
-        operand, scales = codes.codes, codes.scales
-    elif norm is None:
-        operand = flat(stream.x)
+        codes = codes.take_rows(0, count + padding)
+        rows = _Rows(codes.codes, scales=codes.scales)
     elif deferred is not None:
-        operand = flat(deferred.scaled)
+        rows = _Rows(flat(deferred.scaled), squares=deferred.squares, largest=deferred.largest)
+    elif norm is None:
+        rows = _Rows(flat(stream.x), largest=stream.largest)
     else:
-        operand = flat(stream.x)
-        row_norm = operands.row_norm(stream, operand, norm, ops, implementation)
+        values = flat(stream.x)
+        row_norm = operands.row_norm(stream, values, norm, ops, implementation)
+        rows = _Rows(values, norm=row_norm)
         if row_norm is None:
-            operand = flat(normed_values(stream, norm, ops))
+            rows = _Rows(flat(normed_values(stream, norm, ops)))
     inputs = matmul_op.Inputs(
-        x=operand,
+        x=rows.x,
         weights=operands.matrices,
-        squares=None if deferred is None else deferred.squares,
+        squares=rows.squares,
         eps=0.0 if norm is None else norm.eps,
         bias=bias,
         residual=None if residual is None else flat(residual),
@@ -443,34 +452,51 @@ def _multiply(
         transposed=operands.transposed,
         out_dtype=form.out_dtype,
     )
-    if norm is None:
-        largest = stream.largest
-    else:
-        largest = None if deferred is None else deferred.largest
-    if implementation != "reference" and next_gain is None:
-        if _quantises_swiglu(rows + padding, operands, next_weight, ops):
+    return _run(inputs, rows, operands, ops, implementation, following, tuple(shape))
+
+
+def _run(
+    inputs: matmul_op.Inputs[Any],
+    rows: _Rows,
+    operands: _Operands,
+    ops: Ops,
+    implementation: str,
+    following: _Next,
+    shape: tuple[int, ...],
+) -> ResidualStream:
+    """Run the op in the form that prepares its result for what follows.
+
+    shape: of the result without padding and width
+    """
+    count = math.prod(shape)
+
+    def unpadded(a: jax.Array) -> jax.Array:
+        return a[:count].reshape(*shape, -1)
+
+    if implementation != "reference" and inputs.gain is None:
+        if _quantises_swiglu(len(rows.x), operands, following.weight, ops):
             made = fp8_op.quantised_swiglu(
-                inputs, norm=row_norm, scales=scales, implementation=implementation
+                inputs, norm=rows.norm, scales=rows.scales, implementation=implementation
             )
-            return ResidualStream(made.codes[:rows].reshape(*shape, -1), quantised=made)
-        if next_norm is not None and _quantises_norm(inputs, operands, next_norm, ops):
-            following = RowNorm(next_norm.gain, next_norm.eps)
+            return ResidualStream(unpadded(made.codes), quantised=made)
+        if following.norm is not None and _quantises_norm(inputs, operands, following.norm, ops):
+            next_norm = RowNorm(following.norm.gain, following.norm.eps)
             out, made = fp8_op.product_and_norm(
-                inputs, following, scales=scales, implementation=implementation
+                inputs, next_norm, scales=rows.scales, implementation=implementation
             )
-            return ResidualStream(out[:rows].reshape(*shape, -1), quantised=made)
-    if _measures(rows + padding, operands, next_weight, ops, implementation):
+            return ResidualStream(unpadded(out), quantised=made)
+    if _measures(len(rows.x), operands, following.weight, ops, implementation):
         out, found = fp8_op.measured_swiglu(
-            inputs, norm=row_norm, largest=largest, implementation=implementation
+            inputs, norm=rows.norm, largest=rows.largest, implementation=implementation
         )
-        return ResidualStream(out[:rows].reshape(*shape, -1), largest=found)
-    made = operands.multiply(inputs, row_norm, largest, scales, implementation)
+        return ResidualStream(unpadded(out), largest=found)
+    made = operands.multiply(inputs, rows, implementation)
     if not isinstance(made, tuple):
-        return ResidualStream(made[:rows].reshape(*shape, -1))
+        return ResidualStream(unpadded(made))
     out, scaled, squares = made[:3]
     found = made.largest if isinstance(made, fp8_op.BeforeNorm) else None
-    prepared = DeferredNorm(operands.kind, scaled[:rows], squares, found)
-    return ResidualStream(out[:rows].reshape(*shape, -1), prepared)
+    prepared = DeferredNorm(operands.kind, scaled[:count], squares, found)
+    return ResidualStream(unpadded(out), prepared)
 
 
 def _quantises_swiglu(
