@@ -30,8 +30,8 @@ def key_bounds(
     for each KV head. max_keys: keys that the block table can hold.
 
     Returns int32 [batch, row_tiles, 2 columns + 4]. Per column: its row's first key, and the key
-    after its last. Then the first tile of keys that any row sees, the tile after the last, and
-    the number of keys, twice. One array saves a kernel before the first layer.
+    after its last, which is no less. Then the first tile of keys that any row sees, the tile after
+    the last, and the number of keys, twice. One array saves a kernel before the first layer.
     """
     batch, rows = positions.shape
     tile_rows = min(rows, NARROW // queries_per_kv)

@@ -57,7 +57,8 @@ class Inputs:
                       denominator only (gpt-oss); or None
     bounds:           the result of pallas_kernels.attention.bounds.key_bounds for the four above,
                       if the caller has it; saves the kernels that make it
-    k_scale, v_scale: float32 [num_kv_heads] or [1], factors of the cached keys and values; None: 1
+    k_scale, v_scale: float32 [num_kv_heads] or [1], factors of the cached keys and values,
+                      above 0; None: 1
     scale:            factor on q . k, usually head_dim ** -0.5
     window:           a promise that no row sees more than this many keys (positions - window_start
                       < window): the kernel then starts for those pages only. It hides nothing

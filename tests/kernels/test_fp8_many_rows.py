@@ -222,7 +222,7 @@ def swiglu_in_float64(x: Rows, gate: Fp8Weight, up: Fp8Weight) -> np.ndarray:
 def assert_swiglu(got: jax.Array, expected: np.ndarray, most: float = 6 * 2.0**-9) -> None:
     """Gate, up, silu(gate) and the product are rounded once each."""
     error = np.abs(np.asarray(got, np.float64) - expected)
-    # silu moves by at most twice its gate's share where it is far from 0.
+    # Results that are small beside the others have their error from the gate's size.
     assert (error <= most * (np.abs(expected) + expected.std())).all()
     assert np.median(error / (np.abs(expected) + 1e-3)) <= 1.2 * 2.0**-8
 
@@ -290,12 +290,14 @@ def test_the_op_takes_that_kernel_and_has_the_bits_of_the_ops_one_by_one() -> No
         (256, 4096, 12288, (96, 2, 4)),
         (128, 4096, 12288, (96, 2, 4)),
         (256, 2048, 8192, (64, 2, 6)),
-        (256, 4096, 11008, (64, 2, 6)),
+        (256, 4096, 11264, (64, 2, 6)),
+        (128, 5120, 10240, (80, 2, 5)),
     ],
 )
 def test_which_gate_and_up_have_a_kernel(
     rows: int, depth: int, width: int, tuning: tuple[int, ...]
 ) -> None:
+    from pallas_kernels.fp8_matmul import mosaic_gpu
     from pallas_kernels.fp8_matmul.mosaic_gpu import many_rows_swiglu as many
 
     assert many.choose_tuning(rows, width) == many.Tuning(*tuning)
@@ -305,6 +307,9 @@ def test_which_gate_and_up_have_a_kernel(
         assert not many.takes(*other)
     assert not many.takes(rows, depth, width + 16)
     assert not many.takes(rows, depth, 1024)  # too few tiles for 132 SMs
+    assert mosaic_gpu._swiglu_has_kernel(rows, depth, width)
+    # Rows that the kernel behind does not quantise.
+    assert not any(mosaic_gpu._swiglu_has_kernel(rows, depth, other) for other in (13824, 24576))
 
 
 SUMS = {
@@ -539,7 +544,7 @@ def test_a_layers_products_of_many_rows_on_the_gpu(rows: int) -> None:
     gate_up = dataclasses.replace(gate_up, x=x.codes)
     inner = quantised_swiglu(gate_up, scales=x.scales, implementation="mosaic_gpu")
     # XLA chooses its products by time, and some of them keep more bits of a sum than 14.
-    rest = 1 / 2 if rows in (128, 256) else 1 / 64
+    rest = 5 / 16 if rows in (128, 256) else 1 / 64
     assert_close_rows(inner, quantised_swiglu(gate_up, scales=x.scales), 0.85, rest)
     down = dataclasses.replace(sum_inputs(rows, 14336, 4096), x=inner.codes)
     stream, normed = product_and_norm(down, norm, scales=inner.scales, implementation="mosaic_gpu")
@@ -557,9 +562,10 @@ def quantise_by_kernel(stream: jax.Array, norm: RowNorm) -> Rows:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("width", [14336, 12288])
+@pytest.mark.parametrize("width", [14336, 12288, 11264, 10240])
 def test_gate_up_and_swiglu_in_one_kernel_on_the_gpu(width: int) -> None:
-    """Clusters share weights (256 rows) or rows (128). A row has the same bits in both."""
+    """Clusters share weights (256 rows) or rows (128). A row has the same bits in both. With 11,264
+    and 10,240 columns some CTAs have a tile more than others."""
     x, gate, up = tiled_inputs(256, 4096, width)
     got = tiled((x, gate, up), None)
     # Tensor cores keep 14 bits of a sum.

@@ -133,7 +133,8 @@ def maxima_of_warps(plan: Plan) -> pl.MemoryRef:
 def maximum(numbers: jax.Array, maxima: Ref) -> jax.Array:
     """Return the maximum of each column of [KEYS, columns], float32 [columns].
 
-    One barrier, where `numbers.max` has two: a barrier has to follow before `maxima` is used again.
+    One barrier, where `numbers.max` has two. Callers need another one before the next call:
+    store_weights has it.
     """
     if interpreting():
         return numbers.max(axis=0)
@@ -154,7 +155,8 @@ def maximum(numbers: jax.Array, maxima: Ref) -> jax.Array:
 def store_weights(weights: jax.Array, target: Ref) -> None:
     """Store float32 [KEYS, columns] for `weigh`, in float16 [columns, KEYS].
 
-    One barrier, which follows, where Mosaic's store has two. No fence, since mma.sync reads them.
+    One barrier, which follows, where Mosaic's store has two. It also frees the slots that warps
+    have read, for copies. No fence, since mma.sync reads the weights.
     """
     weights = weights.astype(jnp.float16)
     if interpreting():

@@ -10,16 +10,16 @@ Hopper's tensor cores keep about 14 bits of a sum of fp8 products. So a sum ends
 and registers add it to the others in float32 (DeepSeek-V3 technical report, section 3.3.2).
 
 XLA (cublasLt) multiplies more rows, a narrow result from great depths in parts of the depth. Of up
-to 256 rows with one scale each, a kernel makes the next product's codes from the float32 sums; of
-128 and 256 rows, gate, up and SwiGLU have a kernel. Blocks of scales have no library call, and XLA
-dequantises them first. So up to 256 rows are multiplied 64 at a time.
+to 256 rows with one scale each, a kernel makes the next product's codes from the float32 sums.
+Gate, up and SwiGLU of 128 and 256 rows have a kernel for most widths. Blocks of scales have no
+library call, and XLA dequantises them first. So up to 256 rows are multiplied 64 at a time.
 
 The order of summation of few rows depends on the weights alone (pallas_kernels/matmul/plan.py).
 
     row_parts.py         how warps reduce whole rows, and what a product has found in them
     quantise.py          rows in fp8, after a norm or as they are
     many_rows_swiglu.py  gate, up and SwiGLU of 128 or 256 rows
-    swiglu_rows.py       SwiGLU of other numbers of many rows in fp8, from cuBLAS's sums
+    swiglu_rows.py       SwiGLU of other many rows in fp8, from cuBLAS's sums
     own_rows.py          few rows that the product norms and quantises itself
     product.py           the product of few rows
 """
@@ -48,6 +48,8 @@ from pallas_kernels.fp8_matmul.rows import BeforeNorm, RowNorm, Rows
 from pallas_kernels.fp8_matmul.weight import Fp8Weight
 from pallas_kernels.matmul.inputs import Inputs
 from pallas_kernels.matmul.plan import MAX_ROWS, MOST_IN_PARTS, Product
+
+MAX_SWIGLU_WIDTH = 16384  # that one warpgroup quantises without spills
 
 
 def fp8_matmul(
@@ -84,13 +86,19 @@ def quantised_swiglu(
     """Run the op; see pallas_kernels.fp8_matmul.quantised_swiglu."""
     rows = quantised(inputs, norm, scales)
     gate, up = inputs.weights
-    if many_rows_swiglu.takes(rows.codes.shape[0], *gate.shape):
+    if _swiglu_has_kernel(rows.codes.shape[0], *gate.shape):
         return quantise(many_rows_swiglu.swiglu(rows, gate, up), "token", None)
     sums = [
         reference.add_parts(reference.products_of_parts(rows.codes, weight.codes))
         for weight in (gate, up)
     ]
     return swiglu_rows(Products(sums[0], sums[1], gate.scales, up.scales, rows.scales))
+
+
+def _swiglu_has_kernel(rows: int, depth: int, width: int) -> bool:
+    """Return whether kernels multiply gate and up of many rows, and quantise the result."""
+    fits = takes(width) and width <= MAX_SWIGLU_WIDTH
+    return fits and many_rows_swiglu.takes(rows, depth, width)
 
 
 def product_and_norm(

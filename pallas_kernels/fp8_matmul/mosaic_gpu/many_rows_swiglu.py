@@ -10,8 +10,8 @@ rows each, a third starts the TMA copies, and two CTAs form a cluster. Each load
 read and sends it to both: the weights, or the rows where there are 128. CTAs stay for all of their
 tiles, so copies of the next tile are in flight while one ends.
 
-The depth is summed in order by the tensor cores, whose sums of fp8 have about 14 bits. The
-algorithms that XLA takes from cublasLt in rounds do the same, and their codes are equal. A row's
+The depth is summed in order by the tensor cores, whose sums of fp8 have about 14 bits. So do the
+algorithms of cublasLt that docs/notes/fp8-int4-products.md compares; XLA may choose others. A row's
 bits depend neither on its neighbours nor on the tile.
 """
 
@@ -43,8 +43,8 @@ ROWS = (128, 256)
 TILE_K = 128  # depth of a step, in bytes too
 TILES = (112, 96, 80, 64)  # columns of gate, and as many of up. 128 would leave three stages
 CHUNK = 16  # columns that a warpgroup activates at once
-# Most time that a last wave of few tiles may add. More is not measured.
-MOST_IDLE = 1.25
+MOST_IDLE = 1.25  # time of all waves over that of full ones, at most; more is not measured
+MIN_STAGES = 2  # a slot is free after the next step's product has started
 
 
 class Operands(NamedTuple, Generic[T]):
@@ -127,9 +127,9 @@ class _Division:
 
 
 def choose_tuning(rows: int, width: int) -> Tuning | None:
-    """Return the tile whose waves take least time, None if no tile divides the width.
+    """Return the division whose waves take least time, None if no tile divides the width.
 
-    The wider one of two equals.
+    The wider tile of two equals.
     """
     candidates = [tile for tile in TILES if width % tile == 0]
     if not candidates:
@@ -139,19 +139,21 @@ def choose_tuning(rows: int, width: int) -> Tuning | None:
     cluster = 2 if (row_tiles if row_tiles > 1 else width // tile) % 2 == 0 else 1
     turns = _Division.of(rows, width, Tuning(tile, cluster, 0)).turns
     scales = 4 * (2 * turns * padded(tile) + TILE_ROWS)
-    fixed = scales + 2 * TILE_ROWS * tile + 2048  # result; barriers, alignment
+    fixed = scales + 2 * TILE_ROWS * tile + 4096  # result; Mosaic's own, barriers, alignment
     return Tuning(tile, cluster, (MAX_SMEM - fixed) // (TILE_K * (TILE_ROWS + 2 * tile)))
 
 
 def padded(tile: int) -> int:
-    """Return the scales of a tile's place in shared memory: copies start at 128 bytes."""
+    """Return how many scales a tile's place has room for: copies start at 128 bytes."""
     return -(-tile // 32) * 32
 
 
 def takes(rows: int, depth: int, width: int) -> bool:
     """Return whether the kernel takes gate and up of this depth and width; cuBLAS takes all."""
     tuning = choose_tuning(rows, width) if rows in ROWS else None
-    if tuning is None or depth % TILE_K or depth < 2 * TILE_K:
+    if tuning is None or tuning.stages < MIN_STAGES:
+        return False
+    if depth % TILE_K or depth < MIN_STAGES * TILE_K:
         return False
     tiles = rows // TILE_ROWS * (width // tuning.tile)
     return -(-tiles // NUM_SMS) * NUM_SMS <= MOST_IDLE * tiles
@@ -181,8 +183,8 @@ def _swiglu(operands: Operands[jax.Array], *, tuning: Tuning) -> jax.Array:
     shares_weights = cluster > 1 and not division.shares_x
     # A CTA may have a tile less than others.
     stages = min(tuning.stages, division.groups // division.blocks * steps)
-    # A slot is free after the next step's product has started.
-    assert stages > 1 or division.turns * steps == 1, tuning
+    assert stages >= MIN_STAGES or division.turns * steps == 1, tuning
+    assert rows in ROWS and width % (tile * (cluster if division.shares_x else 1)) == 0, tuning
 
     def body(operands: Operands[Ref], out: Ref, scratch: Scratch[Ref]) -> None:
         wg, rank, block = (lax.axis_index(name) for name in ("wg", "rank", "block"))
@@ -197,8 +199,11 @@ def _swiglu(operands: Operands[jax.Array], *, tuning: Tuning) -> jax.Array:
             place = place * cluster + rank if division.shares_x else place
             return pl.ds(place * tile, tile)
 
+        def place(turn: jax.Array) -> tuple[jax.Array, Slice]:
+            return lax.rem(turn, stages), pl.ds(lax.rem(turn, steps) * TILE_K, TILE_K)
+
         def load_weights(turn: jax.Array) -> None:
-            slot, k = lax.rem(turn, stages), pl.ds(lax.rem(turn, steps) * TILE_K, TILE_K)
+            slot, k = place(turn)
             columns = columns_of(lax.div(turn, steps))
             for i, ref in enumerate((operands.gate, operands.up)):
                 plgpu.copy_gmem_to_smem(
@@ -209,7 +214,7 @@ def _swiglu(operands: Operands[jax.Array], *, tuning: Tuning) -> jax.Array:
                 )
 
         def load_x(turn: jax.Array) -> None:
-            slot, k = lax.rem(turn, stages), pl.ds(lax.rem(turn, steps) * TILE_K, TILE_K)
+            slot, k = place(turn)
             plgpu.copy_gmem_to_smem(
                 operands.x.at[own_rows, k],
                 scratch.x.at[slot],
@@ -296,7 +301,7 @@ def _swiglu(operands: Operands[jax.Array], *, tuning: Tuning) -> jax.Array:
                         )
                         for i, start in enumerate((first, tile + first))
                     )
-                    store(target.at[:, pl.ds(first, CHUNK)], activated(gate, up))
+                    store(target.at[:, pl.ds(first, CHUNK)], _activated(gate, up))
                 plgpu.commit_smem()
                 here = pl.ds(row + wg * CONSUMER_ROWS, CONSUMER_ROWS)
                 plgpu.copy_smem_to_gmem(target, out.at[here, columns_of(group)])
@@ -348,7 +353,7 @@ def _scaled(sums: jax.Array, by_column: Ref, by_row: jax.Array) -> jax.Array:
     return scaled.astype(jnp.bfloat16).astype(jnp.float32)
 
 
-def activated(gate: jax.Array, up: jax.Array) -> jax.Array:
+def _activated(gate: jax.Array, up: jax.Array) -> jax.Array:
     """Return silu(gate) * up, rounded to bfloat16 twice."""
     silu = (gate * _reciprocal(1.0 + jnp.exp2(-LOG2E * gate))).astype(jnp.bfloat16)
     return (silu.astype(jnp.float32) * up).astype(jnp.bfloat16)
