@@ -14,7 +14,7 @@ two neighbours together. `store_values` restores the order.
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -51,6 +51,7 @@ from pallas_kernels.types import Index, Ref
 if TYPE_CHECKING:
     from pallas_kernels.mosaic import Layout
 
+T = TypeVar("T")  # a ref, or its type
 Queries: TypeAlias = jax.Array | Ref  # of a KV head, see load_queries
 LAYOUT = plgpu.Layout.WGMMA
 DEPTHS = 64  # of a row of float16 that is swizzled as a whole
@@ -63,15 +64,29 @@ WARPS = 4  # of a warpgroup
 TILE = 64  # rows of a result that a warpgroup's four warps have together, 16 each
 
 
+class Scratch(NamedTuple, Generic[T]):
+    """Shared memory beside the rings.
+
+    queries: float16 [KV heads, columns, head_dim], the queries over 16
+    maxima:  float32 [columns, warps], of `maximum`
+    """
+
+    queries: T
+    maxima: T
+
+
 def ring(plan: Plan) -> pl.MemoryRef:
     """Return the slots for codes of keys, or of values."""
     return plgpu.SMEM((plan.slots, KEYS, plan.head_dim), FP8, transforms=_transforms(plan.head_dim))
 
 
-def queries(plan: Plan) -> pl.MemoryRef:
-    """Return the memory of the queries over 16, float16 [KV heads, columns, head_dim]."""
+def scratch(plan: Plan) -> Scratch[pl.MemoryRef]:
+    """Return the shared memory beside the rings."""
     shape = plan.heads, plan.columns, plan.head_dim
-    return plgpu.SMEM(shape, jnp.float16, transforms=TRANSFORMS)
+    return Scratch(
+        queries=plgpu.SMEM(shape, jnp.float16, transforms=TRANSFORMS),
+        maxima=plgpu.SMEM((plan.columns, WARPS), jnp.float32),
+    )
 
 
 def convert_queries(given: Ref, converted: Ref) -> None:
@@ -123,11 +138,6 @@ def scores(codes: Ref, q: Queries, columns: int) -> jax.Array:
 
     call: Any = run
     return call(codes, q)
-
-
-def maxima_of_warps(plan: Plan) -> pl.MemoryRef:
-    """Return the memory of `maximum`, float32 [columns, warps]."""
-    return plgpu.SMEM((plan.columns, WARPS), jnp.float32)
 
 
 def maximum(numbers: jax.Array, maxima: Ref) -> jax.Array:

@@ -41,8 +41,7 @@ class Scratch(NamedTuple, Generic[T]):
 
     q: queries of its KV heads. k, v: rings of tiles. weights: of a tile. out: a head's result.
     q_ready: the queries have arrived. k_ready, v_ready: for each slot, its copies have arrived.
-    received: of cluster_fold.scratch. For tiles in fp8, scaled_q: of fp8_tiles.queries, and maxima:
-    of fp8_tiles.maxima_of_warps.
+    received: of cluster_fold.scratch. fp8: for tiles in fp8.
     """
 
     q: T
@@ -54,8 +53,7 @@ class Scratch(NamedTuple, Generic[T]):
     k_ready: Barrier
     v_ready: Barrier
     received: list[Barrier]
-    scaled_q: T | None
-    maxima: T | None
+    fp8: fp8_tiles.Scratch[T] | None
 
 
 def attend(plan: Plan) -> Callable[..., tuple[jax.Array, ...]]:
@@ -86,7 +84,7 @@ def attend(plan: Plan) -> Callable[..., tuple[jax.Array, ...]]:
         scratch: Scratch[Ref],
     ) -> None:
         q_smem, k_smem, v_smem, p_smem, out_smem = scratch[:5]
-        scaled_q, maxima = scratch.scaled_q, scratch.maxima
+        fp8 = scratch.fp8
         q_barrier, k_barriers, v_barriers = scratch.q_ready, scratch.k_ready, scratch.v_ready
         await_inputs(plan.interpreted)
         request, first_head = lax.axis_index("request"), lax.axis_index("kv_head") * heads
@@ -148,8 +146,8 @@ def attend(plan: Plan) -> Callable[..., tuple[jax.Array, ...]]:
             bounds_ref.at[request, row_tile, pl.ds(columns, columns)], BY_COLUMN, optimized=False
         )
         pl.when(any_tile)(lambda: plgpu.barrier_wait(q_barrier))
-        if scaled_q is not None:
-            fp8_tiles.convert_queries(q_smem, scaled_q)
+        if fp8 is not None:
+            fp8_tiles.convert_queries(q_smem, fp8.queries)
 
         def clear_unwritten(slot: Index, tile: jax.Array) -> None:
             # Unwritten cache slots may hold NaN, and 0 * NaN is NaN.
@@ -187,15 +185,13 @@ def attend(plan: Plan) -> Callable[..., tuple[jax.Array, ...]]:
 
         def score_scale_of(head: Index) -> jax.Array | float:
             """Return the factor of a KV head's scores, in powers of two: above 0."""
-            factor = plan.scale * LOG2E * (1.0 if scaled_q is None else 1.0 / fp8_tiles.QUERY_SCALE)
+            factor = plan.scale * LOG2E * (1.0 if fp8 is None else 1.0 / fp8_tiles.QUERY_SCALE)
             if k_scale_ref is None:
                 return factor
             return of_head(k_scale_ref, first_head + head) * factor
 
         def queries_of(head: Index) -> fp8_tiles.Queries:
-            return (
-                q_smem.at[head] if scaled_q is None else fp8_tiles.load_queries(scaled_q.at[head])
-            )
+            return q_smem.at[head] if fp8 is None else fp8_tiles.load_queries(fp8.queries.at[head])
 
         def step(
             q: fp8_tiles.Queries, score_scale: jax.Array | float, tile: jax.Array, carry: Carry
@@ -217,7 +213,7 @@ def attend(plan: Plan) -> Callable[..., tuple[jax.Array, ...]]:
                 fetch(v_ref, v_smem, v_barriers, slot, coming_number, coming, blocks)
 
             v = None  # a tile's values in registers
-            if scaled_q is None or maxima is None:
+            if fp8 is None:
 
                 def scores_of(acc: Accumulator) -> jax.Array:
                     plgpu.wgmma(acc, k_smem.at[slot], q.transpose((1, 0)))
@@ -233,7 +229,7 @@ def attend(plan: Plan) -> Callable[..., tuple[jax.Array, ...]]:
                 v = fp8_tiles.load_values(v_smem.at[slot], num_keys - tile * KEYS)
                 # The factor comes after the mask: exp2's argument is then one fma.
                 scores = hide(scores, tile)
-                highest = fp8_tiles.maximum(scores, maxima) * score_scale
+                highest = fp8_tiles.maximum(scores, fp8.maxima) * score_scale
                 scores = scores * score_scale
 
             new = jnp.maximum(top, highest)
@@ -392,8 +388,7 @@ def attend(plan: Plan) -> Callable[..., tuple[jax.Array, ...]]:
         k_ready=plgpu.Barrier(num_barriers=slots, num_arrivals=pieces),
         v_ready=plgpu.Barrier(num_barriers=slots, num_arrivals=pieces),
         received=cluster_fold.scratch(plan),
-        scaled_q=fp8_tiles.queries(plan) if plan.is_fp8 else None,
-        maxima=fp8_tiles.maxima_of_warps(plan) if plan.is_fp8 else None,
+        fp8=fp8_tiles.scratch(plan) if plan.is_fp8 else None,
     )
     by_row = (plan.batch, plan.rows) if plan.num_out_rows is None else (plan.num_out_rows,)
     out = jax.ShapeDtypeStruct((*by_row, plan.num_heads, head_dim), jnp.bfloat16)
