@@ -29,7 +29,7 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from pallas_kernels.hopper import NUM_SMS
+from pallas_kernels.hopper import NUM_SMS, WARPS
 from pallas_kernels.matmul.inputs import Inputs
 from pallas_kernels.types import Shaped
 
@@ -40,7 +40,6 @@ MOST_IN_PARTS = 256  # rows of quantised products that are multiplied MAX_ROWS a
 MAX_NORM_WIDTH = 1024
 MAX_SMEM = 227 * 1024
 TILE_N = 64  # output columns of a tile: wgmma's M
-WARPS = 4  # of a warpgroup
 PIECE = TILE_N // WARPS  # columns of a tile whose sums a warp has
 REDUCTION_BYTES = 1024  # for sums across warps
 RESIDENT_BYTES = 72 * 1024  # x up to this size stays in shared memory; a larger one streams

@@ -65,8 +65,8 @@ from pallas_kernels.all_reduce.inputs import EarlyReads, Span
 from pallas_kernels.all_reduce.mosaic_gpu.early_reads import early_reads as read_early
 from pallas_kernels.all_reduce.mosaic_gpu.ragged_row import load_row, store_row
 from pallas_kernels.all_reduce.mosaic_gpu.row_exchange import exchange
-from pallas_kernels.all_reduce.mosaic_gpu.row_sum import WARPS, row_sum
-from pallas_kernels.hopper import NUM_SMS, interpreting
+from pallas_kernels.all_reduce.mosaic_gpu.row_sum import row_sum
+from pallas_kernels.hopper import NUM_SMS, WARPS, interpreting
 from pallas_kernels.mosaic import load
 from pallas_kernels.peers import Peers, mailbox
 from pallas_kernels.peers.turn import WARPGROUP

@@ -16,12 +16,11 @@ from jax.experimental.mosaic.gpu import FragmentedArray, utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.all_reduce.mosaic_gpu.words import with_registers
+from pallas_kernels.hopper import WARPS
 from pallas_kernels.types import Ref
 
 if TYPE_CHECKING:
     from pallas_kernels.mosaic import Layout
-
-WARPS = 4  # of a warpgroup
 
 
 def row_sum(piece: int, layout: Layout, warpgroups: int) -> Callable[[Ref, jax.Array], jax.Array]:

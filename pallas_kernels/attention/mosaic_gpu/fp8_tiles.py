@@ -44,7 +44,7 @@ from pallas_kernels.fragments import (
     strides,
     zeros,
 )
-from pallas_kernels.hopper import interpreting
+from pallas_kernels.hopper import WARPS, interpreting
 from pallas_kernels.mosaic import load
 from pallas_kernels.types import Index, Ref
 
@@ -60,7 +60,6 @@ QUERY_SCALE = 1 / 16
 LARGEST = float(jnp.finfo(jnp.float16).max)
 CHUNK = 16  # codes of a row that ldmatrix loads together; also the depth of an mma
 MOST_WORDS = 32  # of a thread's queries: more would spill
-WARPS = 4  # of a warpgroup
 TILE = 64  # rows of a result that a warpgroup's four warps have together, 16 each
 
 

@@ -30,7 +30,12 @@ from pallas_kernels.fp8_matmul.rows import Rows
 from pallas_kernels.fp8_matmul.weight import DTYPE, Fp8Weight
 from pallas_kernels.hopper import NUM_SMS, interpreting
 from pallas_kernels.lowered_once import lowered_once
-from pallas_kernels.matmul.mosaic_gpu.many_rows_swiglu import CONSUMER_ROWS, CONSUMERS, TILE_ROWS
+from pallas_kernels.matmul.mosaic_gpu.many_rows_ring import (
+    CONSUMER_ROWS,
+    CONSUMERS,
+    TILE_ROWS,
+    ManyRowsRing,
+)
 from pallas_kernels.matmul.plan import MAX_SMEM
 from pallas_kernels.mosaic import load, store
 from pallas_kernels.online_softmax import LOG2E
@@ -138,12 +143,12 @@ def choose_tuning(rows: int, width: int) -> Tuning | None:
     tile = min(candidates, key=lambda tile: -(-row_tiles * (width // tile) // NUM_SMS) * tile)
     cluster = 2 if (row_tiles if row_tiles > 1 else width // tile) % 2 == 0 else 1
     turns = _Division.of(rows, width, Tuning(tile, cluster, 0)).turns
-    scales = 4 * (2 * turns * padded(tile) + TILE_ROWS)
+    scales = 4 * (2 * turns * _padded(tile) + TILE_ROWS)
     fixed = scales + 2 * TILE_ROWS * tile + 4096  # result; Mosaic's own, barriers, alignment
     return Tuning(tile, cluster, (MAX_SMEM - fixed) // (TILE_K * (TILE_ROWS + 2 * tile)))
 
 
-def padded(tile: int) -> int:
+def _padded(tile: int) -> int:
     """Return how many scales a tile's place has room for: copies start at 128 bytes."""
     return -(-tile // 32) * 32
 
@@ -183,6 +188,7 @@ def _swiglu(operands: Operands[jax.Array], *, tuning: Tuning) -> jax.Array:
     shares_weights = cluster > 1 and not division.shares_x
     # A CTA may have a tile less than others.
     stages = min(tuning.stages, division.groups // division.blocks * steps)
+    ring = ManyRowsRing(stages, steps, TILE_K)
     assert stages >= MIN_STAGES or division.turns * steps == 1, tuning
     assert rows in ROWS and width % (tile * (cluster if division.shares_x else 1)) == 0, tuning
 
@@ -199,11 +205,8 @@ def _swiglu(operands: Operands[jax.Array], *, tuning: Tuning) -> jax.Array:
             place = place * cluster + rank if division.shares_x else place
             return pl.ds(place * tile, tile)
 
-        def place(turn: jax.Array) -> tuple[jax.Array, Slice]:
-            return lax.rem(turn, stages), pl.ds(lax.rem(turn, steps) * TILE_K, TILE_K)
-
         def load_weights(turn: jax.Array) -> None:
-            slot, k = place(turn)
+            slot, k = ring.place(turn)
             columns = columns_of(lax.div(turn, steps))
             for i, ref in enumerate((operands.gate, operands.up)):
                 plgpu.copy_gmem_to_smem(
@@ -214,7 +217,7 @@ def _swiglu(operands: Operands[jax.Array], *, tuning: Tuning) -> jax.Array:
                 )
 
         def load_x(turn: jax.Array) -> None:
-            slot, k = place(turn)
+            slot, k = ring.place(turn)
             plgpu.copy_gmem_to_smem(
                 operands.x.at[own_rows, k],
                 scratch.x.at[slot],
@@ -234,25 +237,7 @@ def _swiglu(operands: Operands[jax.Array], *, tuning: Tuning) -> jax.Array:
         @pl.when(wg == CONSUMERS)
         def _produce() -> None:
             plgpu.set_max_registers(40, action="decrease")
-            pl.loop(0, stages)(load_weights)
-            if pdl:
-                plgpu.griddepcontrol_wait()  # weights do not depend on the kernel before; x does
-            pl.loop(0, stages)(load_x)
-
-            @pl.loop(stages, turns)
-            def _refill(turn: jax.Array) -> None:
-                plgpu.barrier_wait(scratch.consumed.at[lax.rem(turn, stages)])
-                load_weights(turn)
-                load_x(turn)
-
-            if pdl:
-                # The last copy has started: the next kernel's CTAs do not compete with it.
-                plgpu.griddepcontrol_launch_dependents()
-
-            @pl.loop(turns, turns + stages)
-            def _drain(turn: jax.Array) -> None:
-                # The cluster's other CTA arrives here: this one must not end before.
-                plgpu.barrier_wait(scratch.consumed.at[lax.rem(turn, stages)])
+            ring.produce(turns, load_weights, load_x, scratch.consumed)
 
         @pl.when(wg < CONSUMERS)
         def _consume() -> None:
@@ -310,12 +295,6 @@ def _swiglu(operands: Operands[jax.Array], *, tuning: Tuning) -> jax.Array:
 
     transforms = (plgpu.TilingTransform((8, TILE_K)), plgpu.SwizzleTransform(TILE_K))
     out_transforms = (plgpu.TilingTransform((8, CHUNK)), plgpu.SwizzleTransform(2 * CHUNK))
-    # A slot is free when the warpgroups of every CTA that received a part have read it.
-    consumed = plgpu.Barrier(num_barriers=stages, num_arrivals=CONSUMERS)
-    if cluster > 1:
-        consumed = plgpu.ClusterBarrier(
-            collective_axes=("rank",), num_barriers=stages, num_arrivals=CONSUMERS
-        )
     call = plgpu.kernel(
         body,
         out_type=jax.ShapeDtypeStruct((rows, width), jnp.bfloat16),
@@ -330,13 +309,13 @@ def _swiglu(operands: Operands[jax.Array], *, tuning: Tuning) -> jax.Array:
             Scratch(
                 x=plgpu.SMEM((stages, TILE_ROWS, TILE_K), DTYPE, transforms=transforms),
                 weights=plgpu.SMEM((stages, 2 * tile, TILE_K), DTYPE, transforms=transforms),
-                columns=plgpu.SMEM((2, division.turns, padded(tile)), jnp.float32),
+                columns=plgpu.SMEM((2, division.turns, _padded(tile)), jnp.float32),
                 rows=plgpu.SMEM((TILE_ROWS,), jnp.float32),
                 out=plgpu.SMEM(
                     (CONSUMERS, CONSUMER_ROWS, tile), jnp.bfloat16, transforms=out_transforms
                 ),
                 full=plgpu.Barrier(num_barriers=stages, num_arrivals=3),
-                consumed=consumed,
+                consumed=ring.consumed(cluster),
                 scaled=plgpu.Barrier(num_arrivals=2 * division.turns + 1),
             )
         ],

@@ -37,9 +37,10 @@ from pallas_kernels.fp8_matmul.mosaic_gpu.row_parts import (
 )
 from pallas_kernels.fp8_matmul.rows import RowNorm
 from pallas_kernels.fp8_matmul.weight import DTYPE
+from pallas_kernels.hopper import WARPS
 from pallas_kernels.matmul.mosaic_gpu.ring import Ring
 from pallas_kernels.matmul.mosaic_gpu.sizes import Scratch, Sizes
-from pallas_kernels.matmul.plan import WARPS, Product, choose_tuning, is_resident
+from pallas_kernels.matmul.plan import Product, choose_tuning, is_resident
 from pallas_kernels.mosaic import load
 from pallas_kernels.types import Index, Ref
 

@@ -21,9 +21,9 @@ from pallas_kernels.dtypes import rounded_division
 from pallas_kernels.fp8_matmul.mosaic_gpu import row_parts
 from pallas_kernels.fp8_matmul.rows import RowNorm, Rows
 from pallas_kernels.fp8_matmul.weight import BLOCK, DTYPE, LARGEST, Activation
-from pallas_kernels.hopper import interpreting
+from pallas_kernels.hopper import WARPS, interpreting
 from pallas_kernels.lowered_once import lowered_once
-from pallas_kernels.matmul.plan import MAX_ROWS, REDUCTION_BYTES, WARPS, padded_rows
+from pallas_kernels.matmul.plan import MAX_ROWS, REDUCTION_BYTES, padded_rows
 from pallas_kernels.mosaic import load, store
 from pallas_kernels.types import Ref
 

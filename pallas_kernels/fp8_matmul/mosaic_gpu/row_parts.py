@@ -18,7 +18,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.mosaic.gpu import fragmented_array as fa
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.matmul.plan import PIECE, WARPS, num_pieces
+from pallas_kernels.hopper import WARPS
+from pallas_kernels.matmul.plan import PIECE, num_pieces
 from pallas_kernels.mosaic import load
 from pallas_kernels.types import Barrier, Index, Ref
 

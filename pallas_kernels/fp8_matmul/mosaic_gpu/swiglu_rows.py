@@ -21,9 +21,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.fp8_matmul.mosaic_gpu.quantise import scale_of, scaled
 from pallas_kernels.fp8_matmul.rows import Rows
 from pallas_kernels.fp8_matmul.weight import DTYPE
-from pallas_kernels.hopper import NUM_SMS, interpreting
+from pallas_kernels.hopper import NUM_SMS, WARPS, interpreting
 from pallas_kernels.lowered_once import lowered_once
-from pallas_kernels.matmul.plan import WARPS
 from pallas_kernels.mosaic import load, store
 from pallas_kernels.types import Barrier, Ref
 

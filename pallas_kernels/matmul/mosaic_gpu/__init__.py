@@ -31,7 +31,8 @@ its neighbours nor on their number.
     epilogue.py     norms, bias, SwiGLU, residual sum, and the result
     row_pieces.py   what the next product needs to know of the result's rows
 
-many_rows_swiglu.py is another kernel: gate and up of 65 to 256 rows.
+many_rows_swiglu.py is another kernel: gate and up of 65 to 256 rows. many_rows_ring.py has its TMA
+copies, which the kernel of fp8 weights shares.
 """
 
 from __future__ import annotations

@@ -32,19 +32,22 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.hopper import NUM_SMS, interpreting
 from pallas_kernels.lowered_once import lowered_once
 from pallas_kernels.matmul.inputs import Inputs
+from pallas_kernels.matmul.mosaic_gpu.many_rows_ring import (
+    CONSUMER_ROWS,
+    CONSUMERS,
+    TILE_ROWS,
+    ManyRowsRing,
+)
 from pallas_kernels.matmul.plan import MAX_ROWS as FEW_ROWS
 from pallas_kernels.matmul.plan import MAX_SMEM, Product
-from pallas_kernels.types import Accumulator, Barrier, Ref, Slice
+from pallas_kernels.types import Accumulator, Barrier, Ref
 
 MAX_ROWS = 256
-TILE_ROWS = 128  # of a block
 TILE_K = 64  # depth of a step
 # Columns of a block: one wgmma's N. 256 leaves too few registers.
 TILES = (224, 192, 160, 128, 96, 64)
 ONE_PASS_TILE = 128  # widest tile whose two accumulators fit into registers
 BUSY_BLOCKS = 96  # that read as much as the memory gives; narrower tiles only repeat more of x
-CONSUMERS = 2
-CONSUMER_ROWS = TILE_ROWS // CONSUMERS
 
 
 @dataclass(frozen=True)
@@ -151,6 +154,7 @@ def swiglu(inputs: Inputs, *, tuning: Tuning | None = None) -> jax.Array:
     steps = depth // TILE_K
     turns = tuning.passes * steps
     stages = min(tuning.stages, turns)
+    ring = ManyRowsRing(stages, steps, TILE_K)
     swizzle = 128 if tile % 64 == 0 else 64
     assert stages * products >= CONSUMERS and width % (tile * columns_here) == 0, tuning
     assert rows % (TILE_ROWS * rows_here) == 0 and products * tile <= 2 * ONE_PASS_TILE, tuning
@@ -174,12 +178,8 @@ def swiglu(inputs: Inputs, *, tuning: Tuning | None = None) -> jax.Array:
         column = lax.axis_index("columns") * columns_here + (rank if shares_x else 0)
         row, columns = row * TILE_ROWS, pl.ds(column * tile, tile)
 
-        # Turns count the steps of all passes.
-        def place(turn: jax.Array) -> tuple[jax.Array, Slice]:
-            return lax.rem(turn, stages), pl.ds(lax.rem(turn, steps) * TILE_K, TILE_K)
-
         def load_weights(turn: jax.Array) -> None:
-            slot, k = place(turn)
+            slot, k = ring.place(turn)
             sent_to = "rank" if shares_weights else None
 
             def copy(ref: Ref, product: int) -> None:
@@ -196,7 +196,7 @@ def swiglu(inputs: Inputs, *, tuning: Tuning | None = None) -> jax.Array:
             pl.when(turn >= steps)(lambda: copy(up_gmem, 0))
 
         def load_x(turn: jax.Array) -> None:
-            slot, k = place(turn)
+            slot, k = ring.place(turn)
             plgpu.copy_gmem_to_smem(
                 x_gmem.at[pl.ds(row, TILE_ROWS), k],
                 x_smem.at[slot],
@@ -207,25 +207,7 @@ def swiglu(inputs: Inputs, *, tuning: Tuning | None = None) -> jax.Array:
         @pl.when(wg == CONSUMERS)
         def _produce() -> None:
             plgpu.set_max_registers(producer_registers, action="decrease")
-            pl.loop(0, stages)(load_weights)
-            if pdl:
-                plgpu.griddepcontrol_wait()  # weights do not depend on the kernel before; x does
-            pl.loop(0, stages)(load_x)
-
-            @pl.loop(stages, turns)
-            def _refill(turn: jax.Array) -> None:
-                plgpu.barrier_wait(consumed.at[lax.rem(turn, stages)])
-                load_weights(turn)
-                load_x(turn)
-
-            if pdl:
-                # The last copy has started: the next kernel's blocks do not compete with it.
-                plgpu.griddepcontrol_launch_dependents()
-
-            @pl.loop(turns, turns + stages)
-            def _drain(turn: jax.Array) -> None:
-                # The cluster's other block arrives here: this one must not end before.
-                plgpu.barrier_wait(consumed.at[lax.rem(turn, stages)])
+            ring.produce(turns, load_weights, load_x, consumed)
 
         @pl.when(wg < CONSUMERS)
         def _consume() -> None:
@@ -282,12 +264,6 @@ def swiglu(inputs: Inputs, *, tuning: Tuning | None = None) -> jax.Array:
             plgpu.wait_smem_to_gmem(0)
 
     transforms = (plgpu.TilingTransform((8, swizzle // 2)), plgpu.SwizzleTransform(swizzle))
-    # A slot is free when the warpgroups of every block that received a part have read it.
-    consumed = plgpu.Barrier(num_barriers=stages, num_arrivals=CONSUMERS)
-    if cluster > 1:
-        consumed = plgpu.ClusterBarrier(
-            collective_axes=("rank",), num_barriers=stages, num_arrivals=CONSUMERS
-        )
     call = plgpu.kernel(
         body,
         out_type=jax.ShapeDtypeStruct((rows, width), jnp.bfloat16),
@@ -302,7 +278,7 @@ def swiglu(inputs: Inputs, *, tuning: Tuning | None = None) -> jax.Array:
             plgpu.SMEM((stages, TILE_ROWS, TILE_K), jnp.bfloat16, transforms=transforms),
             plgpu.SMEM((stages, products, TILE_K, tile), jnp.bfloat16, transforms=transforms),
             plgpu.Barrier(num_barriers=stages, num_arrivals=1 + products),
-            consumed,
+            ring.consumed(cluster),
             plgpu.Barrier(num_arrivals=CONSUMERS),
         ],
     )

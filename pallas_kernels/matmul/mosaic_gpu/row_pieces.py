@@ -18,8 +18,8 @@ from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.fragments import i32, lane_and_warp, ptx, scalars, strides
-from pallas_kernels.hopper import interpreting
-from pallas_kernels.matmul.plan import PIECE, WARPS
+from pallas_kernels.hopper import WARPS, interpreting
+from pallas_kernels.matmul.plan import PIECE
 from pallas_kernels.types import Ref
 
 LAYOUT = plgpu.Layout.WGMMA

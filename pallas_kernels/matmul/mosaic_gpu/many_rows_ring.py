@@ -1,0 +1,79 @@
+"""The ring of a product of many rows: two warpgroups multiply, and a third starts the TMA copies.
+
+CTAs of a cluster may share an operand of a step: each loads a part of it and sends it to all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import jax
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.hopper import interpreting
+from pallas_kernels.types import Barrier, Index, Slice
+
+TILE_ROWS = 128  # of a CTA
+CONSUMERS = 2
+CONSUMER_ROWS = TILE_ROWS // CONSUMERS
+
+Load = Callable[[jax.Array], None]  # starts the copies of a turn
+
+
+@dataclass(frozen=True)
+class ManyRowsRing:
+    """Division of the ring. Turns count the steps of all passes or tiles.
+
+    stages: slots
+    steps:  of the depth
+    tile_k: depth of a step
+    """
+
+    stages: int
+    steps: int
+    tile_k: int
+
+    def consumed(self, cluster: int) -> Barrier:
+        """Return the barriers of free slots.
+
+        A slot is free when the warpgroups of every CTA that received a part have read it.
+        """
+        if cluster == 1:
+            return plgpu.Barrier(num_barriers=self.stages, num_arrivals=CONSUMERS)
+        return plgpu.ClusterBarrier(
+            collective_axes=("rank",), num_barriers=self.stages, num_arrivals=CONSUMERS
+        )
+
+    def place(self, turn: jax.Array) -> tuple[jax.Array, Slice]:
+        """Return the slot of a turn, and its depths."""
+        depths = pl.ds(lax.rem(turn, self.steps) * self.tile_k, self.tile_k)
+        return lax.rem(turn, self.stages), depths
+
+    def produce(self, turns: Index, load_weights: Load, load_x: Load, consumed: Barrier) -> None:
+        """Start all copies, and wait until they are read: the producer's work.
+
+        turns: of the CTA, at least `stages`
+        """
+        pdl = not interpreting()
+        pl.loop(0, self.stages)(load_weights)
+        if pdl:
+            plgpu.griddepcontrol_wait()  # weights do not depend on the kernel before; x does
+        pl.loop(0, self.stages)(load_x)
+
+        @pl.loop(self.stages, turns)
+        def _refill(turn: jax.Array) -> None:
+            plgpu.barrier_wait(consumed.at[lax.rem(turn, self.stages)])
+            load_weights(turn)
+            load_x(turn)
+
+        if pdl:
+            # The last copy has started: the next kernel's CTAs do not compete with it.
+            plgpu.griddepcontrol_launch_dependents()
+
+        @pl.loop(turns, turns + self.stages)
+        def _drain(turn: jax.Array) -> None:
+            # The cluster's other CTA arrives here: this one must not end before.
+            plgpu.barrier_wait(consumed.at[lax.rem(turn, self.stages)])
