@@ -18,6 +18,7 @@ import jax
 from rich.table import Table
 
 from jaxspec.config import ConfigError, EngineConfig, KVCacheDtype
+from jaxspec.config.quantization import FROM_FLOATS
 from jaxspec.loading import keep_compiled_programs
 from jaxspec.tools import report
 from jaxspec.tools.benchmark.cases import (
@@ -83,6 +84,9 @@ class CaseOptions:
     )
     sample_from_anchor: tuple[bool, ...] | None = flag(
         None, "Whether a block's first row drafts too. [default: dspark true, dflash false]"
+    )
+    draft_quantize: tuple[str, ...] | None = flag(
+        None, f"Form of the draft's weights: {', '.join(FROM_FLOATS)}. [default: bfloat16]"
     )
     max_num_verify_tokens: tuple[int, ...] | None = flag(
         None, "Rows of a verify pass, which uneven drafts fill. [default: K + 1 a request]"

@@ -26,6 +26,7 @@ from jaxspec.config import ConfigError, Ops
 from jaxspec.decode import programs
 from jaxspec.decode.verify import verify_rows
 from jaxspec.drafts.families import layered
+from jaxspec.drafts.mtp import LAYOUTS
 from jaxspec.parallel.layout import Placement
 from jaxspec.tools.benchmark import timing, workload
 from jaxspec.tools.benchmark.cases import MATRIX, PRESETS, TARGETS, Case, select, target_of
@@ -289,6 +290,29 @@ def test_caches_have_a_dtype_of_their_own(weights):
         Case("tiny", kv_cache_dtype="int8")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="--draft-kv-cache-dtype: expected among None, auto, .*"):
         Case("tiny", draft_kv_cache_dtype="int8")  # type: ignore[arg-type]
+
+
+def test_a_drafts_weights_have_a_form_of_their_own(weights):
+    """They are made, run, counted and named in it; the target's are as before."""
+    narrow = replace(TINY, draft_quantize="fp8")
+    loads = [workload.Workload(case, weights, {}, EFFORT) for case in (TINY, narrow)]
+    (target, plain), (again, quantised) = (weights.get(case) for case in (TINY, narrow))
+    assert target is again and quantised["lm_head"].values.dtype == plain["lm_head"].values.dtype
+    codes = [x for x in jax.tree.leaves(quantised) if x.dtype == jnp.float8_e4m3fn]
+    assert len(codes) > 3 and all(np.asarray(x, np.float32).any() for x in codes)
+    assert not any(x.dtype == jnp.float8_e4m3fn for x in jax.tree.leaves((target, plain)))
+    read = [
+        load.floor(bandwidth=1.0, matmul_rate=1.0, plain=False)["draft_weights"] for load in loads
+    ]
+    steps = TINY.num_speculative_tokens
+    assert read[0] - read[1] > 0.7 * steps * sum(x.size for x in codes)
+    assert loads[1].time_round()["seconds"] > 0
+    assert narrow.name == TINY.name + " draft fp8"
+    with pytest.raises(ConfigError, match="--draft-quantize: expected among None, fp8, .*'int8'"):
+        Case("tiny", draft_quantize="int8")
+    mtp = next(name for name, each in MODELS.items() if each.target.model_type in LAYOUTS)
+    with pytest.raises(ConfigError, match="--draft-quantize: expected None for mtp, .*'fp8'"):
+        Case(mtp, method="mtp", num_speculative_tokens=1, draft_quantize="fp8")
 
 
 def test_what_does_not_fit_is_skipped_with_the_reason(monkeypatch, tmp_path):

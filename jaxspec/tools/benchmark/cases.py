@@ -11,6 +11,7 @@ from typing import Any, get_args
 import numpy as np
 
 from jaxspec.config import Compilation, ConfigError, KVCacheDtype, is_number
+from jaxspec.config.quantization import FROM_FLOATS
 from jaxspec.drafts import BLOCKS
 from jaxspec.drafts.draft_model import METHOD as DRAFT_MODEL
 from jaxspec.sampling import synthetic
@@ -35,7 +36,7 @@ class Case:
     draft_kv_cache_dtype: of the draft's caches; None for kv_cache_dtype
     max_num_verify_tokens: rows of the verify pass, which uneven numbers of drafts fill (`drafts`);
         None for K + 1 of each request
-    draft_layers, draft_vocab_size, sample_from_anchor: the head's (HeadShape)
+    draft_layers, draft_vocab_size, sample_from_anchor, draft_quantize: the head's (HeadShape)
     """
 
     model: str = "llama-3-8b"
@@ -54,6 +55,7 @@ class Case:
     draft_layers: int | None = None
     draft_vocab_size: int | None = None
     sample_from_anchor: bool | None = None
+    draft_quantize: str | None = None
     max_num_verify_tokens: int | None = None
 
     def __post_init__(self) -> None:
@@ -64,6 +66,7 @@ class Case:
             ("compilation", get_args(Compilation)),
             ("kv_cache_dtype", get_args(KVCacheDtype)),
             ("draft_kv_cache_dtype", (None, *get_args(KVCacheDtype))),
+            ("draft_quantize", (None, *FROM_FLOATS)),
         ):
             if getattr(self, name) not in allowed:
                 raise ConfigError(
@@ -114,8 +117,10 @@ class Case:
 
     @property
     def head(self) -> HeadShape:
-        """The dimensions of the draft."""
-        return HeadShape(self.draft_layers, self.draft_vocab_size, self.sample_from_anchor)
+        """What the draft differs in from others of its method."""
+        return HeadShape(
+            self.draft_layers, self.draft_vocab_size, self.sample_from_anchor, self.draft_quantize
+        )
 
     @property
     def drafts(self) -> np.ndarray:
@@ -159,6 +164,8 @@ class Case:
             mode += f" vocabulary {self.draft_vocab_size}"
         if self.sample_from_anchor is not None:
             mode += " from the anchor" if self.sample_from_anchor else " after the anchor"
+        if self.draft_quantize is not None:
+            mode += f" draft {self.draft_quantize}"
         if self.max_num_verify_tokens is not None:
             mode += f" rows {self.max_num_verify_tokens}"
         return (

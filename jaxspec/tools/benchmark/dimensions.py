@@ -45,16 +45,18 @@ class Dimensions:
 
 @dataclass(frozen=True)
 class HeadShape:
-    """The dimensions of a draft that differ between heads of one method; None: as published.
+    """What differs between heads of one method; None: as published.
 
     num_layers:         of a block draft
     draft_vocab_size:   of EAGLE-3 or a block draft
     sample_from_anchor: whether a block's first row drafts too
+    quantize:           form of the weights; None: bfloat16
     """
 
     num_layers: int | None = None
     draft_vocab_size: int | None = None
     sample_from_anchor: bool | None = None
+    quantize: str | None = None
 
     def block_capacity(self, method: str) -> int:
         """Return the K that the longest block of a block draft holds."""
@@ -223,6 +225,20 @@ def draft_config(
     and DSpark have five layers of Qwen3, all with full attention, and the target's vocabulary. An
     independent draft is a small model of the target's vocabulary, with dimensions of its own.
     """
+    cfg = _plain_draft(dimensions, method, shape)
+    if shape.quantize is None:
+        return cfg
+    if method == "mtp":
+        raise ConfigError(
+            "--draft-quantize: expected None for mtp, whose module has the form of its target, "
+            f"got {shape.quantize!r}"
+        )
+    form: Any = shape.quantize
+    return with_form(cfg, form, {"dtype": "bfloat16"}, key="--draft-quantize")
+
+
+def _plain_draft(dimensions: Dimensions, method: str, shape: HeadShape) -> LayeredConfig:
+    """Return draft_config without a form of its weights."""
     target = dimensions.target
     if method == METHOD:
         if dimensions.small is None:

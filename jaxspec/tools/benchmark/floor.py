@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from operator import mul
 from typing import Any
 
@@ -22,7 +22,7 @@ from jaxspec.drafts.independent import ROWS
 from jaxspec.layers.mxfp4 import Mxfp4Spec
 from jaxspec.layers.params import Params, ParamSpec
 from jaxspec.layers.quantized.table import QuantizedSpec
-from jaxspec.parallel.layout import Layout
+from jaxspec.parallel.layout import Layout, Placement
 from jaxspec.tools.memory_plan import weight_bytes
 
 FLOAT32 = 4
@@ -85,6 +85,8 @@ def round_floor(
     if cfg.draft is not None:
         count = _block_floor if cfg.draft.method in BLOCKS else _steps_floor
         draft = count(cfg, batch, context, itemsize, cache_dtype)
+        narrower = _narrower(layered(cfg.draft), cfg.placement, K, dtype)
+        draft = replace(draft, weights=draft.weights - narrower)
     tokens = seen_tokens(cfg.target_groups, cfg.target.group_of_layer, context)
     attention = _attention_flops(on_device.target, rows, tokens)
     blocks = layer_block_bytes(on_device.target, cfg.block_size, cache_dtype)
@@ -290,6 +292,20 @@ def _draft_matrices(draft: LayeredConfig, layout: Layout) -> tuple[int, int, int
         head,
         experts,
     )
+
+
+def _narrower(draft: LayeredConfig, placement: Placement, K: int, dtype: DTypeLike) -> int:
+    """Return the bytes that a round reads less where a draft's layers are quantised.
+
+    An MTP module counts as plain.
+    """
+    if draft.method == "mtp":
+        return 0
+    layout = placement.draft(draft).without_zeros
+    layers = drafts.family(draft).param_specs(draft)["layers"]
+    plain = jnp.dtype(dtype).itemsize * _size(layers, layout)
+    passes = 1 if draft.method in BLOCKS else K
+    return passes * (plain - weight_bytes(layers, dtype, layout))
 
 
 def _size(specs: Any, layout: Layout) -> int:
