@@ -242,6 +242,7 @@ def swiglu_in_float64(x: Rows, gate: Fp8Weight, up: Fp8Weight, sums: float = FLO
 def assert_swiglu(got: jax.Array, expected: Exact) -> None:
     error = np.abs(np.asarray(got, np.float64) - expected.values)
     assert (error <= expected.errors).all(), (error / (expected.errors + 1e-30)).max()
+    assert np.median(error / (np.abs(expected.values) + 1e-3)) <= 1.2 * 2.0**-8
 
 
 @needs_mosaic
@@ -249,7 +250,11 @@ def assert_swiglu(got: jax.Array, expected: Exact) -> None:
 def test_gate_up_and_swiglu_in_one_kernel_equal_float64(name: str) -> None:
     *shape, tuning = TILED[name]
     inputs = tiled_inputs(*shape)
-    assert_swiglu(tiled(inputs, tuning), swiglu_in_float64(*inputs))
+    got, exact = tiled(inputs, tuning), swiglu_in_float64(*inputs)
+    assert_swiglu(got, exact)
+    error = np.abs(np.asarray(got, np.float64) - exact.values)
+    # Results that are small beside the others have their error from the gate's size.
+    assert (error <= 6 * 2.0**-9 * (np.abs(exact.values) + exact.values.std())).all()
 
 
 @needs_mosaic
