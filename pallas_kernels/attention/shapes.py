@@ -94,6 +94,8 @@ def _of(model: Shape, lengths: tuple[int, ...], rows: int, **changes: int) -> Sh
 
 SHAPES = {
     "8b, batch 1, context 400, Q 4": _of(_LLAMA_8B, ragged(1, 400), 4),
+    "8b, batch 1, context 400, Q 8": _of(_LLAMA_8B, ragged(1, 400), 8),
+    "8b, batch 1, context 400, Q 6": _of(_LLAMA_8B, ragged(1, 400), 6),
     "8b, batch 1, context 400, Q 1": _of(_LLAMA_8B, ragged(1, 400), 1),
     "8b, batch 16, context 400, Q 4": _of(_LLAMA_8B, ragged(16, 400), 4),
     "8b, batch 64, context 400, Q 4": _of(_LLAMA_8B, ragged(64, 400), 4),

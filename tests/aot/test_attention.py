@@ -61,7 +61,9 @@ SIZES = [(1, 4096), (4, 4096), (16, 4096), (64, 4096), (16, 400), (64, 400)]
         *((rows, *size, False) for rows in (1, 3, 4, 8) for size in SIZES),
         *((rows, *size, True) for rows, size in zip((4, 8, 6, 1, 3, 8), SIZES, strict=True)),
         (6, 1, 4096, True),
-        (8, 64, 4096, True),
+        (8, 64, 8192, True),
+        (8, 8, 16384, False),
+        (8, 8, 16384, True),
         (6, 64, 4096, True),
         (8, 1, 4096, True),
     ],
@@ -69,8 +71,8 @@ SIZES = [(1, 4096), (4, 4096), (16, 4096), (64, 4096), (16, 400), (64, 400)]
 def test_a_decode_step_with_packed_queries_is_one_kernel_and_the_bounds(
     rows: int, batch: int, context: int, fp8: bool
 ) -> None:
-    """Every size of a cluster, 8 to 32 columns, one and two tiles in flight, one and two KV heads a
-    CTA."""
+    """Every size of a cluster, one to four parts, 8 to 32 columns, one to three tiles in flight,
+    one to four KV heads a CTA."""
     shape = dataclasses.replace(
         SHAPES["8b, batch 1, context 4k, Q 4"], lengths=ragged(batch, context), rows=rows, fp8=fp8
     )
@@ -78,7 +80,7 @@ def test_a_decode_step_with_packed_queries_is_one_kernel_and_the_bounds(
     arrays: dict[str, Any] = abstract(shape)
     arrays |= {"q": jax.ShapeDtypeStruct(packed, jnp.bfloat16)}
     inputs = Inputs(**arrays, scale=shape.head_dim**-0.5, packed_heads=32)
-    is_wide = fp8 and rows == 8 and batch == 64
+    is_wide = fp8 and rows == 8 and batch == 64 and context == 8192
     but = SPILLED_OF_WIDE if is_wide else (0, 0, 0)
     hlo = h200.compile_without_spills(ATTEND, inputs, but=but)
     queries = rf"bf16\[{batch},(?:1,)?8,"
@@ -97,6 +99,7 @@ def test_two_ctas_of_32_columns_fit_an_sm(batch: int, monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(mosaic_core, "_smem_tree_size", counted)
     shape = SHAPES[f"8b, batch {batch}, context 400, Q 8"]
+    shape = dataclasses.replace(shape, lengths=ragged(batch, 8192))  # shorter ones have parts
     arrays: dict[str, Any] = abstract(shape)
     h200.compile_without_spills(ATTEND, Inputs(**arrays, scale=shape.head_dim**-0.5))
     assert len(sizes) == 1, "expected one kernel, traced here"

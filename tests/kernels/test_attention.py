@@ -177,6 +177,14 @@ def near_ties(shape: Shape, seed: int) -> Inputs:
     return dataclasses.replace(inputs, **arrays, scale=math.log(2))
 
 
+@pytest.fixture
+def exact_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """BLAS rounds as a row's place and the matrix's width say; wgmma does not."""
+    monkeypatch.setattr(
+        np, "matmul", lambda a, b, dtype: np.einsum("mk,kn->mn", a.astype(dtype), b.astype(dtype))
+    )
+
+
 BY_REQUEST = ("q", "block_table", "positions", "seq_lens", "window_start")
 
 
@@ -244,14 +252,10 @@ def rows_of(inputs: Inputs, first: int, past: int) -> Inputs:
 @needs_mosaic
 @pytest.mark.parametrize("window", [None, 100])
 def test_a_prefill_rows_bits_do_not_depend_on_its_chunk_batch_or_table(
-    window: int | None, monkeypatch: pytest.MonkeyPatch
+    window: int | None, exact_products: None
 ) -> None:
     """Rows 252 .. 299 see four or five tiles of 64 keys; in other chunks their tile begins and ends
     elsewhere, and is masked elsewhere."""
-    # BLAS rounds a row as its place in the matrix says; wgmma does not.
-    monkeypatch.setattr(
-        np, "matmul", lambda a, b, dtype: np.einsum("mk,kn->mn", a.astype(dtype), b.astype(dtype))
-    )
     shape = Shape((120, 300), rows=48, num_heads=4, num_kv_heads=1, head_dim=64, window=window)
     inputs = near_ties(shape, seed=1)
     expected = prefill_kernel(inputs)
@@ -307,6 +311,25 @@ def test_a_cta_of_several_heads_gives_what_one_of_each_gives(fp8: bool) -> None:
         )
 
 
+@needs_mosaic
+@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize(
+    ("rows", "plans"), [(7, ((2, 1), (2, 4), (4, 2))), (5, ((3, 4),)), (9, ((4, 1),))]
+)
+def test_parts_of_the_queries_give_what_all_of_them_give(
+    rows: int, plans: tuple[tuple[int, int], ...], fp8: bool, exact_products: None
+) -> None:
+    """The last part has a row less than the others, and parts see other keys than the whole. Of
+    nine rows, the second row tile has parts without rows."""
+    shape = Shape((330, 0, 100), rows=rows, num_heads=8, num_kv_heads=2, head_dim=64, window=90)
+    inputs = make_inputs(dataclasses.replace(shape, fp8=fp8, sinks=True), seed=4)
+    expected = kernel(inputs, parts=1, cluster=2)
+    for parts, cluster in plans:
+        np.testing.assert_array_equal(
+            kernel(inputs, parts=parts, cluster=cluster), expected, err_msg=f"{parts} x {cluster}"
+        )
+
+
 @pytest.mark.filterwarnings(
     "ignore:invalid value encountered:RuntimeWarning"
 )  # the interpreter's NumPy, about the padding
@@ -330,10 +353,21 @@ def test_packed_queries_give_the_same_whatever_pads_them(name: str, implementati
     "ignore:invalid value encountered:RuntimeWarning"
 )  # the interpreter's NumPy, about the padding
 @implementations
-@pytest.mark.parametrize("name", ["verify, group of 3, head_dim 64", "sinks"])
-def test_results_of_packed_queries_go_to_their_rows(name: str, implementation: str) -> None:
+@pytest.mark.parametrize(
+    "shape",
+    [
+        SMALL["verify, group of 3, head_dim 64"],
+        SMALL["sinks"],
+        # Two, three and four parts, whose last one has a row of padding.
+        *(
+            Shape((130, 9, 64), rows, num_heads=4, num_kv_heads=1, head_dim=64)
+            for rows in (3, 5, 7)
+        ),
+    ],
+    ids=lambda shape: f"{shape.rows} rows of {shape.num_heads}",
+)
+def test_results_of_packed_queries_go_to_their_rows(shape: Shape, implementation: str) -> None:
     """Two of the rows are not kept, and their queries may hold anything."""
-    shape = SMALL[name]
     inputs = packed_inputs(shape, make_inputs(shape, seed=5), 0.0)
     expected = run(inputs, implementation)
     rows = np.random.default_rng(1).permutation(shape.batch * shape.rows).astype(np.int32)
@@ -415,12 +449,55 @@ def test_tiles_of_fp8_in_flight_and_heads_of_a_cta(
 
 @needs_mosaic
 @pytest.mark.parametrize(
-    ("batch", "pages", "expected"), [(1, 8, 2), (16, 13, 1), (16, 66, 2), (64, 13, 1), (64, 66, 2)]
+    ("batch", "pages", "expected"),
+    [(1, 16, 1), (1, 17, 2), (16, 13, 1), (16, 66, 2), (64, 13, 1), (64, 66, 2)],
 )
-def test_one_tile_is_in_flight_where_ctas_are_many_and_short(
+def test_one_tile_is_in_flight_where_ctas_have_few_or_are_many_and_short(
     batch: int, pages: int, expected: int
 ) -> None:
     assert plan_of(batch, 8, pages).slots == expected
+
+
+@needs_mosaic
+@pytest.mark.parametrize(
+    ("batch", "rows", "pages", "expected"),
+    [
+        (1, 1, 7, (1, 8)),
+        (1, 4, 7, (2, 4)),
+        (1, 6, 7, (3, 4)),
+        (1, 8, 7, (4, 4)),
+        (1, 4, 64, (2, 4)),
+        (1, 4, 65, (1, 8)),
+        (1, 8, 65, (2, 4)),
+        (2, 1, 7, (1, 4)),
+        (2, 1, 65, (1, 8)),
+        (4, 4, 7, (2, 2)),
+        (4, 4, 512, (2, 2)),
+        (8, 4, 7, (1, 2)),
+        (8, 4, 65, (1, 4)),
+        (16, 4, 7, (1, 2)),
+        (16, 8, 7, (2, 1)),
+        (16, 8, 65, (1, 2)),
+        (16, 4, 512, (1, 2)),
+        (64, 4, 7, (1, 1)),
+    ],
+)
+def test_parts_of_the_queries_and_ctas_that_share_keys(
+    batch: int, rows: int, pages: int, expected: tuple[int, int]
+) -> None:
+    plan = dataclasses.replace(plan_of(batch, 8, pages), rows=rows)
+    assert (plan.parts, plan.cluster) == expected
+
+
+@needs_mosaic
+def test_parts_hold_whole_rows() -> None:
+    """Of eight query heads a KV head, a part of 8 columns has a row; of 7, none has whole rows."""
+    plan = plan_of(1, 8, 7)
+    assert dataclasses.replace(plan, num_heads=64).parts == 4
+    assert dataclasses.replace(plan, num_heads=56).parts == 1
+    inputs = make_inputs(Shape((9,), 4, num_heads=4, num_kv_heads=1, head_dim=64), seed=0)
+    with pytest.raises(ValueError, match="whole rows and 8 columns, got 4 of 16 columns"):
+        kernel(inputs, parts=4)
 
 
 @needs_mosaic
@@ -596,6 +673,16 @@ def test_bits_on_the_gpu_do_not_depend_on_batch_table_or_ctas(name: str) -> None
         np.testing.assert_array_equal(
             kernel(inputs, cluster=cluster), expected, err_msg=f"{cluster} CTAs"
         )
+    from pallas_kernels.attention.mosaic_gpu import Plan, Tuning
+
+    plan = Plan.of(inputs, Tuning())
+    for parts in filter(plan.divides, (1, 2, 3, 4)):
+        for cluster in (2, 4):
+            np.testing.assert_array_equal(
+                kernel(inputs, parts=parts, cluster=cluster),
+                expected,
+                err_msg=f"{parts} parts in clusters of {cluster}",
+            )
     for heads in [heads for heads in (2, 3, 4) if shape.num_kv_heads % heads == 0]:
         np.testing.assert_array_equal(
             kernel(inputs, cluster=1, heads=heads), expected, err_msg=f"{heads} heads a CTA"

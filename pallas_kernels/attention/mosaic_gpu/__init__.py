@@ -1,9 +1,10 @@
 """Paged attention on Hopper: flash-decoding with TMA and wgmma, one warpgroup a CTA, one launch.
 
 FlashAttention's tiles (Dao et al., 2022, arXiv:2205.14135) and Flash-Decoding's shares of the keys
-(Dao et al., 2023). A CTA holds the query rows of one KV head (rows x queries_per_kv of them) and
-streams its tiles of 64 keys through a ring in shared memory. wgmma has 64 rows on its left side:
-these are keys (K Q^T) and values (V^T P^T). The few query rows are the narrow side, padded to 8.
+(Dao et al., 2023). A CTA holds the query rows of one KV head (rows x queries_per_kv of them), or a
+part of them. It streams its tiles of 64 keys through a ring in shared memory. wgmma has 64 rows on
+its left side: these are keys (K Q^T) and values (V^T P^T). The few query rows are the narrow side,
+padded to 8.
 mma.sync multiplies tiles in fp8 instead (fp8_tiles.py).
 
 Tile t belongs to class t mod 8. A class is folded from its first tile to its last, and the eight
@@ -97,8 +98,8 @@ def too_long(rows: int, queries_per_kv: int) -> bool:
 def _pack(plan: Plan, q: jax.Array) -> jax.Array:
     """Return q [batch, rows, num_heads, head_dim] in row tiles, packed.
 
-    The result is [batch, row_tiles, num_kv_heads, columns, head_dim]. XLA fuses the packing with
-    what makes q.
+    The result is [batch, row_tiles, num_kv_heads, packed_columns, head_dim]. XLA fuses the packing
+    with what makes q.
     """
     q = jnp.pad(q, ((0, 0), (0, plan.row_tiles * plan.tile_rows - plan.rows), (0, 0), (0, 0)))
     q = q.reshape(plan.batch * plan.row_tiles, plan.tile_rows, plan.num_heads, plan.head_dim)

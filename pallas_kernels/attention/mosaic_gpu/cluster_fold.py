@@ -19,7 +19,7 @@ from pallas_kernels.mosaic import load, store
 from pallas_kernels.online_softmax import State, where
 from pallas_kernels.types import Barrier, Index, Ref
 
-Here = tuple[Index, Index, Index]  # (request, row tile, KV head)
+Here = tuple[Index, Index, Index]  # (request, part of a row tile, KV head)
 Transport = tuple[Callable[[State], None], Callable[[int], State]]  # send(state), receive(rank)
 
 
@@ -27,7 +27,7 @@ def outputs(plan: Plan) -> list[jax.ShapeDtypeStruct]:
     """Return device memory for the states, in the interpreter: it has no stores to another CTA."""
     if plan.cluster == 1 or not plan.interpreted:
         return []
-    lead = (plan.batch, plan.row_tiles, plan.num_kv_heads, plan.cluster)
+    lead = (plan.batch, plan.row_tiles * plan.parts, plan.num_kv_heads, plan.cluster)
     return [
         jax.ShapeDtypeStruct((*lead, *plan.tall), jnp.float32),
         jax.ShapeDtypeStruct((*lead, 2, plan.columns), jnp.float32),
@@ -70,8 +70,8 @@ def fold_cluster(
 ) -> None:
     """Run finish(the states of all ranks, folded as a binary tree) on the first CTA.
 
-    shares, received: refs of `outputs` and of `scratch`. here: request, row tile and KV head of
-    the cluster.
+    shares, received: refs of `outputs` and of `scratch`. here: request, part of a row tile and KV
+    head of the cluster.
     """
     *slots, barrier = [*shares, *received]
     send, receive = (

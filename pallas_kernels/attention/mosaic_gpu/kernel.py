@@ -59,6 +59,8 @@ class Scratch(NamedTuple, Generic[T]):
 def attend(plan: Plan) -> Callable[..., tuple[jax.Array, ...]]:
     """Return the kernel: a cluster for each (request, row tile, KV head), or a CTA for a few heads.
 
+    A row tile may be divided into parts, which have clusters of their own.
+
     Its operands are packed queries, k_cache, v_cache, block_table and bounds, then sinks, out_rows,
     k_scale and v_scale or None for each.
     """
@@ -89,9 +91,16 @@ def attend(plan: Plan) -> Callable[..., tuple[jax.Array, ...]]:
         await_inputs(plan.interpreted)
         request, first_head = lax.axis_index("request"), lax.axis_index("kv_head") * heads
         # The last rows of a prefill chunk see most keys: they start first.
-        row_tile = plan.row_tiles - 1 - lax.axis_index("row_tile")
+        part_of_all = plan.row_tiles * plan.parts - 1 - lax.axis_index("part")
+        row_tile, part = lax.div(part_of_all, plan.parts), lax.rem(part_of_all, plan.parts)
+        first_row = row_tile * plan.tile_rows + part * plan.part_rows
+        own_columns = pl.ds(part * columns, columns)
         rank = lax.axis_index("rank") if cluster > 1 else jnp.int32(0)
-        start, stop, num_keys = (bounds_ref[request, row_tile, 2 * columns + i] for i in range(3))
+        start, stop, num_keys = (
+            bounds_ref[request, row_tile, 2 * plan.packed_columns + i] for i in range(3)
+        )
+        if plan.parts > 1:  # a part of padding alone has no tiles
+            stop = jnp.where(first_row < plan.rows, stop, start)
         tiles = TileOrder(
             start, stop, rank * plan.classes, passes=heads * plan.classes, tiles=plan.tiles
         )
@@ -134,16 +143,20 @@ def attend(plan: Plan) -> Callable[..., tuple[jax.Array, ...]]:
                 if slot == 0:
                     for i in range(heads):
                         plgpu.copy_gmem_to_smem(
-                            q_ref.at[request, row_tile, first_head + i], q_smem.at[i], q_barrier
+                            q_ref.at[request, row_tile, first_head + i, own_columns],
+                            q_smem.at[i],
+                            q_barrier,
                         )
                 fetch(k_ref, k_smem, k_barriers, slot, number, tile, blocks)
                 fetch(v_ref, v_smem, v_barriers, slot, number, tile, blocks)
 
-        first = load(
-            bounds_ref.at[request, row_tile, pl.ds(0, columns)], BY_COLUMN, optimized=False
-        )
-        last = load(
-            bounds_ref.at[request, row_tile, pl.ds(columns, columns)], BY_COLUMN, optimized=False
+        first, last = (
+            load(
+                bounds_ref.at[request, row_tile, pl.ds(side + part * columns, columns)],
+                BY_COLUMN,
+                optimized=False,
+            )
+            for side in (0, plan.packed_columns)
         )
         pl.when(any_tile)(lambda: plgpu.barrier_wait(q_barrier))
         if fp8 is not None:
@@ -159,7 +172,7 @@ def attend(plan: Plan) -> Callable[..., tuple[jax.Array, ...]]:
 
         def seen_by_all() -> tuple[jax.Array, jax.Array]:
             """Return the first key that all rows see, and the key after the last."""
-            rows = jnp.minimum(plan.rows - row_tile * plan.tile_rows, plan.tile_rows)
+            rows = jnp.minimum(plan.rows - first_row, plan.part_rows)
             column = plgpu.broadcasted_iota(jnp.int32, (columns,), 0, layout=BY_COLUMN)
             is_row = column < rows * group  # the others fill up the tile
             past = where(is_row, last, jnp.iinfo(jnp.int32).max)
@@ -324,14 +337,14 @@ def attend(plan: Plan) -> Callable[..., tuple[jax.Array, ...]]:
             else:
                 store(out_smem.transpose((1, 0)), mean)
             plgpu.commit_smem()
-            for i in range(plan.tile_rows):
-                row = row_tile * plan.tile_rows + i
+            for i in range(plan.part_rows):
+                row = first_row + i
                 if rows_ref is None or plan.num_out_rows is None:
                     is_kept, place = row < plan.rows, (request, row)
                 else:
-                    # The rows of packed queries are one tile.
-                    place = (rows_ref[request, row],)
-                    is_kept = place[0] < plan.num_out_rows
+                    # Packed queries have one row tile, whose last part may have rows of padding.
+                    place = (rows_ref[request, jnp.minimum(row, plan.rows - 1)],)
+                    is_kept = (row < plan.rows) & (place[0] < plan.num_out_rows)
 
                 @pl.when(is_kept)
                 def _write_row(i: int = i, place: tuple[jax.Array, ...] = place) -> None:
@@ -357,7 +370,7 @@ def attend(plan: Plan) -> Callable[..., tuple[jax.Array, ...]]:
             state, _ = fold(
                 queries_of(0), score_scale_of(0), plan.classes, tiles.first_class, order
             )
-            here = (request, row_tile, first_head)
+            here = (request, part_of_all, first_head)
             cluster_fold.fold_cluster(
                 plan,
                 shares,
@@ -396,8 +409,8 @@ def attend(plan: Plan) -> Callable[..., tuple[jax.Array, ...]]:
         body,
         out_type=(out, cluster_fold.outputs(plan)),
         # The last axis runs fastest: CTAs that follow each other read the same pages' KV heads.
-        grid=(plan.batch, plan.row_tiles, plan.num_kv_heads // heads),
-        grid_names=("request", "row_tile", "kv_head"),
+        grid=(plan.batch, plan.row_tiles * plan.parts, plan.num_kv_heads // heads),
+        grid_names=("request", "part", "kv_head"),
         scratch_types=[scratch],
         compiler_params=plgpu.CompilerParams(approx_math=True),
         kernel_name="paged_attention",
