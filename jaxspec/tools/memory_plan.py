@@ -199,7 +199,9 @@ def memory_plan(
     )
 
 
-def weight_bytes(specs: Params, dtype: DTypeLike, layout: Layout = ONE_DEVICE_LAYOUT) -> int:
+def weight_bytes(
+    specs: Params | list[Params], dtype: DTypeLike, layout: Layout = ONE_DEVICE_LAYOUT
+) -> int:
     """Return the bytes that the arrays of a parameter table take on a device."""
     leaves = jax.tree.leaves(specs, is_leaf=is_spec)
     return sum(

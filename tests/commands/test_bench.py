@@ -529,6 +529,20 @@ def test_quantised_weights_are_read_as_they_are_stored(form: str, bits: float) -
 @pytest.mark.parametrize(
     ("form", "bits"), [("fp8", 8), ("fp8-block", 8 + 32 / 128**2), ("int4", 4 + 16 / 128)]
 )
+def test_a_quantised_drafts_layer_is_read_each_step_and_its_fc_once(form: str, bits: float) -> None:
+    plain, stored = (
+        configured(Case("llama-3-8b", draft_quantize=each))[0] for each in (None, form)
+    )
+    one, other = (round_floor(cfg, 1, 400, **BF16) for cfg in (plain, stored))
+    layer, fc = 8192 * 6144 + 4096 * 4096 + 3 * 4096 * 14336, 12288 * 4096
+    saved = (3 * layer + fc) * (16 - bits) / 8
+    assert one.draft_weights - other.draft_weights == pytest.approx(saved, rel=2e-3)
+    assert (one.target_weights, one.flops) == (other.target_weights, other.flops)
+
+
+@pytest.mark.parametrize(
+    ("form", "bits"), [("fp8", 8), ("fp8-block", 8 + 32 / 128**2), ("int4", 4 + 16 / 128)]
+)
 def test_quantised_experts_are_read_as_they_are_stored(form: str, bits: float) -> None:
     """Of the experts, a round reads those that are hit; memory holds all."""
     plain, stored = (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from operator import mul
 from typing import Any
 
@@ -22,7 +22,7 @@ from jaxspec.drafts.independent import ROWS
 from jaxspec.layers.mxfp4 import Mxfp4Spec
 from jaxspec.layers.params import Params, ParamSpec
 from jaxspec.layers.quantized.table import QuantizedSpec
-from jaxspec.parallel.layout import Layout, Placement
+from jaxspec.parallel.layout import Layout
 from jaxspec.tools.memory_plan import weight_bytes
 
 FLOAT32 = 4
@@ -84,9 +84,7 @@ def round_floor(
     draft = _DraftFloor(0, 0, 0, 0)
     if cfg.draft is not None:
         count = _block_floor if cfg.draft.method in BLOCKS else _steps_floor
-        draft = count(cfg, batch, context, itemsize, cache_dtype)
-        narrower = _narrower(layered(cfg.draft), cfg.placement, K, dtype)
-        draft = replace(draft, weights=draft.weights - narrower)
+        draft = count(cfg, batch, context, jnp.dtype(dtype), cache_dtype)
     tokens = seen_tokens(cfg.target_groups, cfg.target.group_of_layer, context)
     attention = _attention_flops(on_device.target, rows, tokens)
     blocks = layer_block_bytes(on_device.target, cfg.block_size, cache_dtype)
@@ -114,24 +112,43 @@ class _DraftFloor:
     flops: int
 
 
+@dataclass(frozen=True)
+class _Weights:
+    """Some weights: how many numbers, and the bytes that they take as they are stored."""
+
+    numbers: int
+    bytes: int
+
+    @classmethod
+    def of(cls, specs: Any, dtype: DTypeLike, layout: Layout) -> _Weights:
+        return cls(_size(specs, layout), weight_bytes(specs, dtype, layout))
+
+    def __add__(self, other: _Weights) -> _Weights:
+        return _Weights(self.numbers + other.numbers, self.bytes + other.bytes)
+
+    def __rmul__(self, times: int) -> _Weights:
+        return _Weights(times * self.numbers, times * self.bytes)
+
+
 def _steps_floor(
-    cfg: RoundConfig, batch: int, context: int, itemsize: int, cache_dtype: DTypeLike
+    cfg: RoundConfig, batch: int, context: int, dtype: jnp.dtype, cache_dtype: DTypeLike
 ) -> _DraftFloor:
     """Return the share of a draft that makes a token a pass."""
     target: Any = cfg.target
     draft, K = layered(cfg.draft), cfg.num_speculative_tokens
-    each, after, once, head, experts = _draft_matrices(
-        draft, cfg.placement.draft(draft).without_zeros
-    )
+    layout = cfg.placement.draft(draft).without_zeros
+    each, after, once, head, experts = _draft_matrices(draft, dtype, layout)
     # Rows of step 0; one of each request's goes on after the last attention.
     first = batch * (ROWS if draft.method == DRAFT_MODEL else K + 1)
     rows = first + (K - 1) * batch
-    weights = itemsize * (K * (each + head) + once + rows * draft.hidden_size)
-    flops = 2 * ((each - after + once) * first + (after + (K - 1) * each + K * head) * batch)
+    weights = (K * (each + head) + once).bytes + dtype.itemsize * rows * draft.hidden_size
+    of_first = each.numbers - after + once.numbers
+    of_others = after + (K - 1) * each.numbers + K * head.numbers
+    flops = 2 * (of_first * first + of_others * batch)
     flops += _attention_flops(layered(cfg.on_device().draft), rows, _seen_by_draft(cfg, context))
-    if experts:  # an MTP module's layer is the target's
-        weights += int(itemsize * experts * K * target.moe.share_chosen(batch))
-        flops += int(2 * experts * target.moe.top_k / target.moe.num_experts * K * batch)
+    if experts.numbers:  # an MTP module's layer is the target's
+        weights += int(experts.bytes * K * target.moe.share_chosen(batch))
+        flops += int(2 * experts.numbers * target.moe.top_k / target.moe.num_experts * K * batch)
     return _DraftFloor(
         weights,
         kv=K * _context_bytes(cfg, batch, context, cache_dtype),
@@ -141,7 +158,7 @@ def _steps_floor(
 
 
 def _block_floor(
-    cfg: RoundConfig, batch: int, context: int, itemsize: int, cache_dtype: DTypeLike
+    cfg: RoundConfig, batch: int, context: int, dtype: jnp.dtype, cache_dtype: DTypeLike
 ) -> _DraftFloor:
     """Return the share of a draft that makes a block a pass.
 
@@ -152,28 +169,29 @@ def _block_floor(
     layout = cfg.placement.draft(draft).without_zeros
     specs = drafts.family(draft).param_specs(draft)
 
-    def size(*names: str) -> int:
-        return _size({name: specs[name] for name in names if name in specs}, layout)
+    def weights_of(*names: str) -> _Weights:
+        return _Weights.of({name: specs[name] for name in names if name in specs}, dtype, layout)
 
     rows, hidden = K if draft.sample_from_anchor else K + 1, draft.hidden_size
-    context_parts = size("fc", "hidden_norm", "context_kv", "context_kv_bias")
-    layers = size("layers", "norm")
-    head = hidden * draft.draft_vocab_size // layout.num_pieces("vocab")
-    per_draft = size("markov_w2", "markov_proj", "markov_bias")
+    context_parts = weights_of("fc", "hidden_norm", "context_kv", "context_kv_bias")
+    layers, head = weights_of("layers", "norm"), _head(draft, dtype, layout)
+    per_draft = weights_of("markov_w2", "markov_proj", "markov_bias")
     if draft.confidence_threshold > 0:
-        per_draft += size("confidence", "confidence_bias")
+        per_draft += weights_of("confidence", "confidence_bias")
     rank = specs["markov_w1"].shape[1] if "markov_w1" in specs else 0
     looked_up = batch * (rows * hidden + K * rank)
     attention = _attention_flops(
         layered(cfg.on_device().draft), batch * rows, _seen_by_draft(cfg, context)
     )
     keeps_corrected = draft.corrects_logits and cfg.keeps_draft_logits
+    read = context_parts + layers + head + K * per_draft
+    multiplied = context_parts.numbers * (K + 1) + layers.numbers * rows
+    multiplied += K * (head.numbers + per_draft.numbers)
     return _DraftFloor(
-        weights=itemsize * (context_parts + layers + head + K * per_draft + looked_up),
+        weights=read.bytes + dtype.itemsize * looked_up,
         kv=_context_bytes(cfg, batch, context, cache_dtype),
         logits=batch * K * draft.draft_vocab_size // cfg.placement.size * (1 + keeps_corrected),
-        flops=2 * batch * (context_parts * (K + 1) + layers * rows + K * (head + per_draft))
-        + attention,
+        flops=2 * batch * multiplied + attention,
     )
 
 
@@ -237,7 +255,7 @@ def _target_matrices(cfg: RoundConfig) -> tuple[int, int]:
     return _size(always, layout), _size(experts, layout)
 
 
-def _target_parts(cfg: RoundConfig) -> tuple[Params, Params]:
+def _target_parts(cfg: RoundConfig) -> tuple[Params, list[Params]]:
     """Return the tables of what one target pass always reads, and of all experts.
 
     The embedding is in them where it is the head too.
@@ -248,33 +266,39 @@ def _target_parts(cfg: RoundConfig) -> tuple[Params, Params]:
         for name, spec in specs.items()
         if name != "layers" and (name != "embed_tokens" or cfg.target.tie_word_embeddings)
     }
-    layers = [{n: s for n, s in layer.items() if n != "experts"} for layer in specs["layers"]]
-    experts = [layer["experts"] for layer in specs["layers"] if "experts" in layer]
+    layers, experts = _without_experts(specs["layers"])
     return {**others, "layers": layers}, experts
 
 
-def _expert_size(specs: Any, layout: Layout) -> int:
-    return sum(_size(layer["experts"], layout) for layer in specs["layers"] if "experts" in layer)
+def _without_experts(layers: Sequence[Params]) -> tuple[list[Params], list[Params]]:
+    """Return the layers' tables without experts, and those of the experts."""
+    others = [{n: s for n, s in layer.items() if n != "experts"} for layer in layers]
+    return others, [layer["experts"] for layer in layers if "experts" in layer]
 
 
-def _draft_matrices(draft: LayeredConfig, layout: Layout) -> tuple[int, int, int, int, int]:
-    """Count a draft's numbers: (each, after, once, head, experts).
+def _head(draft: LayeredConfig, dtype: jnp.dtype, layout: Layout) -> _Weights:
+    """Return the head, the draft's own or the target's. Heads are never stored as codes."""
+    numbers = draft.hidden_size * draft.draft_vocab_size // layout.num_pieces("vocab")
+    return _Weights(numbers, numbers * dtype.itemsize)
+
+
+def _draft_matrices(
+    draft: LayeredConfig, dtype: jnp.dtype, layout: Layout
+) -> tuple[_Weights, int, _Weights, _Weights, _Weights]:
+    """Return a draft's weights: (each, after, once, head, experts).
 
     each:    read by every draft step, without head and experts
-    after:   those of `each` after the last attention
+    after:   how many numbers of `each` come after the last attention
     once:    read once a round
-    head:    in the head
-    experts: in the experts
     """
     specs = drafts.family(draft).param_specs(draft)
     fused = ("fc", "fc_bias", "fc_norm", "input_norm") if draft.method == "eagle3" else ()
     each = {
         name: spec
         for name, spec in specs.items()
-        if name not in (*fused, "embed_tokens", "lm_head")
+        if name not in (*fused, "embed_tokens", "lm_head", "layers")
     }
-    experts = _expert_size(specs, layout)
-    head = draft.hidden_size * draft.draft_vocab_size // layout.num_pieces("vocab")
+    each["layers"], experts = _without_experts(specs["layers"])
     last = specs["layers"][-1]
     after = _size(
         {
@@ -286,26 +310,12 @@ def _draft_matrices(draft: LayeredConfig, layout: Layout) -> tuple[int, int, int
     )
     after += _size(last["self_attn"]["o_proj"], layout)
     return (
-        _size(each, layout) - experts,
+        _Weights.of(each, dtype, layout),
         after,
-        _size({n: s for n, s in specs.items() if n in fused}, layout),
-        head,
-        experts,
+        _Weights.of({n: s for n, s in specs.items() if n in fused}, dtype, layout),
+        _head(draft, dtype, layout),
+        _Weights.of(experts, dtype, layout),
     )
-
-
-def _narrower(draft: LayeredConfig, placement: Placement, K: int, dtype: DTypeLike) -> int:
-    """Return the bytes that a round reads less where a draft's layers are quantised.
-
-    An MTP module counts as plain.
-    """
-    if draft.method == "mtp":
-        return 0
-    layout = placement.draft(draft).without_zeros
-    layers = drafts.family(draft).param_specs(draft)["layers"]
-    plain = jnp.dtype(dtype).itemsize * _size(layers, layout)
-    passes = 1 if draft.method in BLOCKS else K
-    return passes * (plain - weight_bytes(layers, dtype, layout))
 
 
 def _size(specs: Any, layout: Layout) -> int:
