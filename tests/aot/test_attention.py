@@ -61,6 +61,7 @@ SIZES = [(1, 4096), (4, 4096), (16, 4096), (64, 4096), (16, 400), (64, 400)]
         *((rows, *size, False) for rows in (1, 3, 4, 8) for size in SIZES),
         *((rows, *size, True) for rows, size in zip((4, 8, 6, 1, 3, 8), SIZES, strict=True)),
         (6, 1, 4096, True),
+        (8, 64, 4096, True),
         (8, 64, 8192, True),
         (8, 8, 16384, False),
         (8, 8, 16384, True),

@@ -478,6 +478,12 @@ def test_flags_pick_from_a_preset_and_greedy_rules_are_one():
 # --------------------------------------------------------------------------------------------------
 
 
+# Forms of quantised weights, and the bits of a number with its share of the scales.
+forms = pytest.mark.parametrize(
+    ("form", "bits"), [("fp8", 8), ("fp8-block", 8 + 32 / 128**2), ("int4", 4 + 16 / 128)]
+)
+
+
 def configured(case: Case, **changes: Any) -> tuple[Any, Any]:
     cfg, plain, _ = workload.configure(case, "bfloat16", {}, workload.Effort())
     return replace(cfg, **changes), plain
@@ -503,9 +509,7 @@ def test_the_floor_of_an_8b_round_is_what_it_must_read():
     )
 
 
-@pytest.mark.parametrize(
-    ("form", "bits"), [("fp8", 8), ("fp8-block", 8 + 32 / 128**2), ("int4", 4 + 16 / 128)]
-)
+@forms
 def test_quantised_weights_are_read_as_they_are_stored(form: str, bits: float) -> None:
     """The head stays in bfloat16, and so does the draft; the arithmetic is the same."""
     plain, stored = (configured(Case(name))[0] for name in ("llama-3-8b", f"llama-3-8b-{form}"))
@@ -526,9 +530,7 @@ def test_quantised_weights_are_read_as_they_are_stored(form: str, bits: float) -
     assert needed[0] - needed[1] == pytest.approx(saved, rel=2e-3)
 
 
-@pytest.mark.parametrize(
-    ("form", "bits"), [("fp8", 8), ("fp8-block", 8 + 32 / 128**2), ("int4", 4 + 16 / 128)]
-)
+@forms
 def test_a_quantised_drafts_layer_is_read_each_step_and_its_fc_once(form: str, bits: float) -> None:
     plain, stored = (
         configured(Case("llama-3-8b", draft_quantize=each))[0] for each in (None, form)
@@ -540,9 +542,7 @@ def test_a_quantised_drafts_layer_is_read_each_step_and_its_fc_once(form: str, b
     assert (one.target_weights, one.flops) == (other.target_weights, other.flops)
 
 
-@pytest.mark.parametrize(
-    ("form", "bits"), [("fp8", 8), ("fp8-block", 8 + 32 / 128**2), ("int4", 4 + 16 / 128)]
-)
+@forms
 def test_quantised_experts_are_read_as_they_are_stored(form: str, bits: float) -> None:
     """Of the experts, a round reads those that are hit; memory holds all."""
     plain, stored = (

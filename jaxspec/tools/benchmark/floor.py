@@ -78,9 +78,7 @@ def round_floor(
     K = cfg.num_speculative_tokens
     rows = cfg.flat_rows(batch) or batch * (K + 1)
     vocabulary = rows * target.vocab_size // devices
-    weights, experts = _target_matrices(cfg)
-    layout = cfg.placement.target(cfg.target).without_zeros
-    always, expert_bytes = (weight_bytes(part, dtype, layout) for part in _target_parts(cfg))
+    always, experts = _target_weights(cfg, dtype)
     draft = _DraftFloor(0, 0, 0, 0)
     if cfg.draft is not None:
         count = _block_floor if cfg.draft.method in BLOCKS else _steps_floor
@@ -89,10 +87,10 @@ def round_floor(
     attention = _attention_flops(on_device.target, rows, tokens)
     blocks = layer_block_bytes(on_device.target, cfg.block_size, cache_dtype)
     kv_target = sum(map(mul, tokens, blocks))
-    read, used = always + itemsize * rows * target.hidden_size, float(weights)
-    if experts:
-        read += int(expert_bytes * target.moe.share_chosen(rows))
-        used += experts * target.moe.top_k / target.moe.num_experts
+    read, used = always.bytes + itemsize * rows * target.hidden_size, float(always.numbers)
+    if experts.numbers:
+        read += int(experts.bytes * target.moe.share_chosen(rows))
+        used += experts.numbers * target.moe.top_k / target.moe.num_experts
     return Floor(
         target_weights=read,
         draft_weights=draft.weights,
@@ -120,7 +118,7 @@ class _Weights:
     bytes: int
 
     @classmethod
-    def of(cls, specs: Any, dtype: DTypeLike, layout: Layout) -> _Weights:
+    def of(cls, specs: Params | list[Params], dtype: DTypeLike, layout: Layout) -> _Weights:
         return cls(_size(specs, layout), weight_bytes(specs, dtype, layout))
 
     def __add__(self, other: _Weights) -> _Weights:
@@ -245,21 +243,12 @@ def memory_needed(
     return weights + caches + 4 * logits + RESERVE
 
 
-def _target_matrices(cfg: RoundConfig) -> tuple[int, int]:
-    """Count the numbers that one target pass always reads, and those of all experts.
+def _target_weights(cfg: RoundConfig, dtype: DTypeLike) -> tuple[_Weights, _Weights]:
+    """Return what one target pass always reads, and all experts.
 
-    The embedding counts where it is the head too.
+    The embedding is in the former where it is the head too.
     """
     layout = cfg.placement.target(cfg.target).without_zeros
-    always, experts = _target_parts(cfg)
-    return _size(always, layout), _size(experts, layout)
-
-
-def _target_parts(cfg: RoundConfig) -> tuple[Params, list[Params]]:
-    """Return the tables of what one target pass always reads, and of all experts.
-
-    The embedding is in them where it is the head too.
-    """
     specs = models.family(cfg.target).param_specs(cfg.target)
     others = {
         name: spec
@@ -267,7 +256,8 @@ def _target_parts(cfg: RoundConfig) -> tuple[Params, list[Params]]:
         if name != "layers" and (name != "embed_tokens" or cfg.target.tie_word_embeddings)
     }
     layers, experts = _without_experts(specs["layers"])
-    return {**others, "layers": layers}, experts
+    always = {**others, "layers": layers}
+    return _Weights.of(always, dtype, layout), _Weights.of(experts, dtype, layout)
 
 
 def _without_experts(layers: Sequence[Params]) -> tuple[list[Params], list[Params]]:

@@ -180,9 +180,8 @@ class Plan(Sizes):
         # One CTA for the whole tree has no registers left for more than 16 columns.
         cluster = 1 if self.columns <= 16 else 2
         # The states that the first CTA receives must fit beside its ring.
-        largest = 4 if self.columns > 24 and self.head_dim > 64 else CLASSES
-        if self.parts > 1:
-            largest = min(largest, 4)
+        is_wide = self.columns > 24 and self.head_dim > 64
+        largest = 4 if is_wide or self.parts > 1 else CLASSES
         while cluster < min(self._seen, largest) and self._has_room(2 * cluster):
             cluster *= 2
         return cluster
