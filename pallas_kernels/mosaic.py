@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import jax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.hopper import interpreting
+from pallas_kernels.hopper import REGISTERS, interpreting
 from pallas_kernels.types import Ref
 
 if TYPE_CHECKING:
@@ -32,3 +33,36 @@ def store(ref: Ref, value: jax.Array) -> None:
         ref[...] = value
     else:
         plgpu.store(ref, value, optimized=False)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+@dataclass(frozen=True)
+class RegisterShares:
+    """Registers of a block whose warpgroups compute, except for a last one that copies.
+
+    warpgroups: that compute
+    computing:  registers of a thread of each of them
+    copying:    registers of a thread of the last one
+
+    All warpgroups start with equal shares. One that takes more waits until others have given back
+    enough. So shares of more registers than the block has would never end; they are refused.
+    """
+
+    warpgroups: int
+    computing: int
+    copying: int
+
+    def __post_init__(self) -> None:
+        count = self.warpgroups + 1
+        existing = count * (REGISTERS // (128 * count) // 8 * 8)
+        needed = self.warpgroups * self.computing + self.copying
+        if needed > existing:
+            expected = f"at most {existing} for a thread of each of {count} warpgroups together"
+            raise ValueError(f"registers: expected {expected}, got {needed}")
+
+    def take(self) -> None:
+        """Take the share of a warpgroup that computes."""
+        plgpu.set_max_registers(self.computing, action="increase")
+
+    def give_back(self) -> None:
+        """Keep the share of the warpgroup that copies."""
+        plgpu.set_max_registers(self.copying, action="decrease")

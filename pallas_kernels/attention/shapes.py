@@ -86,6 +86,7 @@ _GPT_OSS = Shape((), 4, num_heads=64, num_kv_heads=8, head_dim=64, sinks=True)
 
 
 _QWEN3_0_6B = dataclasses.replace(_LLAMA_8B, num_heads=16)
+_QWEN3_14B = dataclasses.replace(_LLAMA_8B, num_heads=40)
 
 
 def _of(model: Shape, lengths: tuple[int, ...], rows: int, **changes: int) -> Shape:
@@ -129,6 +130,9 @@ SHAPES = {
     "8b, batch 16, context 32k, Q 1, fp8": _of(_LLAMA_8B, ragged(16, 32768), 1, fp8=True),
     "8b, prefill of 2 x 85 tiles of 48 rows, fp8": _of(
         _LLAMA_8B, 2 * tiles(0, 4080), 48, chunk=85, fp8=True
+    ),
+    "qwen3-14b, prefill of 42 tiles of 48 rows, fp8": _of(  # in two warpgroups
+        _QWEN3_14B, tiles(0, 2048), 48, chunk=42, fp8=True
     ),
     "qwen3-0.6b, batch 16, context 4k, Q 8, fp8": _of(_QWEN3_0_6B, ragged(16, 4096), 8, fp8=True),
     "smollm2, batch 1, context 400, Q 4, fp8": _of(_SMOLLM2, ragged(1, 400), 4, fp8=True),

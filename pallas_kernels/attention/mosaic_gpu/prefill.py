@@ -29,7 +29,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.attention.inputs import FP8, Inputs
 from pallas_kernels.attention.sizes import Sizes, of_head, sizes_of
-from pallas_kernels.mosaic import load
+from pallas_kernels.mosaic import RegisterShares, load
 from pallas_kernels.online_softmax import LOG2E, NEVER, State, await_inputs, normalise, where
 from pallas_kernels.types import Accumulator, Barrier, Index, Ref
 
@@ -43,10 +43,10 @@ HALF = 64  # keys that are cleared at once
 WIDENED = 64  # dimensions of 64 keys that are widened at once
 CODES_TILING = plgpu.TilingTransform((8, WIDENED)), plgpu.SwizzleTransform(WIDENED)
 CODES_LAYOUT = plgpu.Layout.WGMMA_UPCAST_2X  # four codes of a row, a word, lie in one thread
-# Number of computing warpgroups -> registers of their threads, and of the copying one's. A block
-# has 65,536, which is enough for one warpgroup as it is.
+# Number of computing warpgroups -> registers of their threads, and of the copying one's. Equal
+# shares are enough for one warpgroup.
 REGISTERS = {2: (240, 24), 3: (160, 32)}
-WIDENING_REGISTERS = {2: (208, 96), 3: (152, 56)}  # of a copying warpgroup that widens fp8
+WIDENING_REGISTERS = {2: (208, 88), 3: (152, 56)}  # of a copying warpgroup that widens fp8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -234,6 +234,12 @@ def widen(codes: Ref, tile: Ref) -> None:
             tile[part] = numbers.astype(tile.dtype)
 
 
+def registers_of(plan: Plan) -> RegisterShares | None:
+    """Return the registers of a CTA's warpgroups, None if all keep equal shares."""
+    shares = (WIDENING_REGISTERS if plan.is_fp8 else REGISTERS).get(plan.warpgroups)
+    return None if shares is None else RegisterShares(plan.warpgroups, *shares)
+
+
 def _attend(plan: Plan) -> Callable[..., jax.Array]:
     """Return the kernel: a CTA for each (request, row tile, some heads of a KV head).
 
@@ -246,7 +252,7 @@ def _attend(plan: Plan) -> Callable[..., jax.Array]:
     head_tiles = plan.queries_per_kv // heads
     piece = min(keys, plan.block_size & -plan.block_size)  # keys of a copy: of one page and tile
     overlap = plan.tuning.overlap and not plan.interpreted
-    registers = WIDENING_REGISTERS if plan.is_fp8 else REGISTERS
+    registers = registers_of(plan)
     matrix = plgpu.Layout.WGMMA
     by_row = matrix.reduce(1)
     wide, square = (QUERIES, head_dim), (QUERIES, keys)  # of values, of scores
@@ -535,14 +541,14 @@ def _attend(plan: Plan) -> Callable[..., jax.Array]:
 
         @pl.when(warpgroup == warpgroups)
         def _copy() -> None:
-            if warpgroups in registers:
-                plgpu.set_max_registers(registers[warpgroups][1], action="decrease")
+            if registers is not None:
+                registers.give_back()
             copy_in()
 
         @pl.when(warpgroup < warpgroups)
         def _compute() -> None:
-            if warpgroups in registers:
-                plgpu.set_max_registers(registers[warpgroups][0], action="increase")
+            if registers is not None:
+                registers.take()
             write(fold())
 
     tiling = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))

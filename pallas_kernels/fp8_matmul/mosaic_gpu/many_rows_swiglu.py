@@ -37,7 +37,7 @@ from pallas_kernels.matmul.mosaic_gpu.many_rows_ring import (
     ManyRowsRing,
 )
 from pallas_kernels.matmul.plan import MAX_SMEM
-from pallas_kernels.mosaic import load, store
+from pallas_kernels.mosaic import RegisterShares, load, store
 from pallas_kernels.online_softmax import LOG2E
 from pallas_kernels.types import Accumulator, Barrier, Index, Ref, Slice
 
@@ -191,6 +191,7 @@ def _swiglu(operands: Operands[jax.Array], *, tuning: Tuning) -> jax.Array:
     ring = ManyRowsRing(stages, steps, TILE_K)
     assert stages >= MIN_STAGES or division.turns * steps == 1, tuning
     assert rows in ROWS and width % (tile * (cluster if division.shares_x else 1)) == 0, tuning
+    registers = RegisterShares(CONSUMERS, 232, 40)
 
     def body(operands: Operands[Ref], out: Ref, scratch: Scratch[Ref]) -> None:
         wg, rank, block = (lax.axis_index(name) for name in ("wg", "rank", "block"))
@@ -236,12 +237,12 @@ def _swiglu(operands: Operands[jax.Array], *, tuning: Tuning) -> jax.Array:
 
         @pl.when(wg == CONSUMERS)
         def _produce() -> None:
-            plgpu.set_max_registers(40, action="decrease")
+            registers.give_back()
             ring.produce(turns, load_weights, load_x, scratch.consumed)
 
         @pl.when(wg < CONSUMERS)
         def _consume() -> None:
-            plgpu.set_max_registers(232, action="increase")
+            registers.take()
             if pdl:
                 plgpu.griddepcontrol_wait()
             pl.when(wg == 0)(load_scales)

@@ -40,6 +40,7 @@ from pallas_kernels.matmul.mosaic_gpu.many_rows_ring import (
 )
 from pallas_kernels.matmul.plan import MAX_ROWS as FEW_ROWS
 from pallas_kernels.matmul.plan import MAX_SMEM, Product
+from pallas_kernels.mosaic import RegisterShares
 from pallas_kernels.types import Accumulator, Barrier, Ref
 
 MAX_ROWS = 256
@@ -148,9 +149,8 @@ def swiglu(inputs: Inputs, *, tuning: Tuning | None = None) -> jax.Array:
     shares_x = cluster > 1 and rows == TILE_ROWS
     shares_weights = cluster > 1 and not shares_x
     columns_here, rows_here = (cluster if shares else 1 for shares in (shares_x, shares_weights))
-    # Of 504 registers that a thread of each warpgroup share. The second pass over a wide tile
-    # needs the most; 40 are better for a producer.
-    producer_registers, consumer_registers = (24, 240) if tile > 192 else (40, 232)
+    # The second pass over a wide tile needs the most; 40 are better for the copying warpgroup.
+    registers = RegisterShares(CONSUMERS, *((240, 24) if tile > 192 else (232, 40)))
     steps = depth // TILE_K
     turns = tuning.passes * steps
     stages = min(tuning.stages, turns)
@@ -206,12 +206,12 @@ def swiglu(inputs: Inputs, *, tuning: Tuning | None = None) -> jax.Array:
 
         @pl.when(wg == CONSUMERS)
         def _produce() -> None:
-            plgpu.set_max_registers(producer_registers, action="decrease")
+            registers.give_back()
             ring.produce(turns, load_weights, load_x, consumed)
 
         @pl.when(wg < CONSUMERS)
         def _consume() -> None:
-            plgpu.set_max_registers(consumer_registers, action="increase")
+            registers.take()
             if pdl:
                 plgpu.griddepcontrol_wait()
             mine = pl.ds(wg * CONSUMER_ROWS, CONSUMER_ROWS)
