@@ -301,8 +301,13 @@ def unsupported(product: Product) -> str | None:
     weights = product.weights
     if product.rows > plan.MAX_ROWS and not _in_parts(product):  # XLA multiplies them
         return None if are_codes else _not_quantised(product.depth)
+    if _in_parts(product) and (reason := plan.unfit_rows(product.rows, plan.MOST_IN_PARTS)):
+        return reason
     if len(weights) > 1 and not product.swiglu:
-        return f"expected one weight, or gate and up with swiglu, got {len(weights)}"
+        if product.residual or product.norms:
+            return f"expected one weight with a residual or a gain, got {len(weights)}"
+        reasons = (unsupported(replace(product, weights=(weight,))) for weight in weights)
+        return next((reason for reason in reasons if reason is not None), None)
     from pallas_kernels.fp8_matmul.mosaic_gpu.product import product_of
 
     rows = jax.ShapeDtypeStruct((min(product.rows, plan.MAX_ROWS), product.depth), product.x.dtype)

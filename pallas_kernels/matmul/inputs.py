@@ -65,6 +65,20 @@ class Inputs(Generic[W]):
         squares = None if self.squares is None else self.squares[:, start:stop]
         return replace(self, x=self.x[start:stop], squares=squares, residual=residual)
 
+    def by_weight(self) -> list[Inputs[W]]:
+        """Return the inputs of each weight's product; their results stand side by side.
+
+        Of inputs without swiglu, residual and gain.
+        """
+        assert not self.swiglu and self.residual is None and self.gain is None
+        found, start = [], 0
+        for weight in self.weights:
+            stop = start + weight.shape[0 if self.transposed else 1]
+            bias = None if self.bias is None else self.bias[start:stop]
+            found.append(replace(self, weights=(weight,), bias=bias))
+            start = stop
+        return found
+
     def check(self) -> None:
         """Raise ValueError for shapes that do not fit together."""
         x, shapes = self.x.shape, [w.shape for w in self.weights]

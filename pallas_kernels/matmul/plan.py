@@ -294,10 +294,10 @@ def unsupported(product: Product) -> str | None:
     return unfit(product)
 
 
-def unfit_rows(rows: int) -> str | None:
+def unfit_rows(rows: int, most: int = MAX_ROWS) -> str | None:
     """Return why the kernels for few rows cannot take this many, None if they can."""
-    if not 1 <= rows <= MAX_ROWS or (rows > 8 and rows % 8):
-        return f"expected 1 to 8 rows, or a multiple of 8 up to {MAX_ROWS}, got {rows}"
+    if not 1 <= rows <= most or (rows > 8 and rows % 8):
+        return f"expected 1 to 8 rows, or a multiple of 8 up to {most}, got {rows}"
     return None
 
 

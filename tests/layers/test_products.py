@@ -70,6 +70,23 @@ def test_other_products_of_many_rows_are_xlas(taken: list[tuple[int, str]]) -> N
     assert taken == [(256, "reference")] * 3
 
 
+@pytest.mark.parametrize("rows", [1, 4, 16, 100])
+def test_projections_that_blocks_keep_apart_are_the_kernels(
+    rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """XLA adds in an order that the number of rows decides."""
+    found: list[str] = []
+
+    def note(inputs: matmul_op.Inputs, *, implementation: str, **_: object) -> jax.Array:
+        found.append(implementation)
+        return jnp.zeros((inputs.x.shape[0], 320), inputs.x.dtype)
+
+    monkeypatch.setattr(layers.fp8_op, "fp8_matmul", note)
+    weights = tuple(fp8_weight(i, width, 576, "block") for i, width in enumerate((192, 64, 64)))
+    layers.project(jnp.zeros((rows, 1, 576), jnp.bfloat16), weights, KERNEL)
+    assert found == ["mosaic_gpu"]
+
+
 def test_an_mlp_of_many_rows_is_the_reference_within_rounding() -> None:
     """With the padding on the way in and out: 250 rows."""
     keys = jax.random.split(jax.random.key(0), 4)

@@ -13,6 +13,7 @@ XLA (cublasLt) multiplies more rows, a narrow result from great depths in parts 
 to 256 rows with one scale each, a kernel makes the next product's codes from the float32 sums.
 Gate, up and SwiGLU of 128 and 256 rows have a kernel for most widths. Blocks of scales have no
 library call, and XLA dequantises them first. So up to 256 rows are multiplied 64 at a time.
+Several weights of few rows, which blocks of scales keep apart, are multiplied one by one.
 
 The order of summation of few rows depends on the weights alone (pallas_kernels/matmul/plan.py).
 
@@ -132,13 +133,18 @@ def quantised(
 def multiply_quantised(rows: Rows, inputs: Inputs[Fp8Weight], *, measures: bool = False) -> Made:
     """Run the op with quantised rows."""
     count = inputs.x.shape[0]
+    if count <= MAX_ROWS and len(inputs.weights) > 1 and not inputs.swiglu:
+        made = [multiply(rows, each).out for each in inputs.by_weight()]
+        return Made(jnp.concatenate(made, axis=1))
     if count <= MAX_ROWS:
         return multiply(rows, inputs, measures=measures)
     assert not measures and inputs.squares is None
     if rows.scales.ndim < 2 or count > MOST_IN_PARTS:
         return Made(reference.multiply(rows, inputs))
     parts = [(start, min(start + MAX_ROWS, count)) for start in range(0, count, MAX_ROWS)]
-    made = [multiply(rows.take_rows(*part), inputs.take_rows(*part)).out for part in parts]
+    made = [
+        multiply_quantised(rows.take_rows(*part), inputs.take_rows(*part)).out for part in parts
+    ]
     return Made(jnp.concatenate(made))
 
 
@@ -150,7 +156,8 @@ def quantises(product: Product, *, measured: bool = False, normed: bool = False)
     """
     weight = product.weights[0]
     assert isinstance(weight, Fp8Weight)
-    if weight.activation == "block" or product.rows > MAX_ROWS:
+    is_one = len(product.weights) == 1 or product.swiglu
+    if weight.activation == "block" or product.rows > MAX_ROWS or not is_one:
         return False
     own = product_of(product, quantises=True)
     has_scales = measured or weight.activation == "static"

@@ -21,6 +21,7 @@ from pallas_kernels.matmul.plan import (
     Tuning,
     is_resident,
     padded_rows,
+    unfit_rows,
 )
 
 STEP_DEPTHS = (256, 128, 64)
@@ -128,8 +129,8 @@ def unsupported(product: Product) -> str | None:
     if product.norms and (product.swiglu or product.out_dtype != jnp.bfloat16):
         got = f"{product.out_dtype}, swiglu {product.swiglu}"
         return f"expected a bfloat16 result without swiglu where it gets a gain, got {got}"
-    if not 1 <= rows <= MOST_IN_PARTS or (rows > 8 and rows % 8):
-        return f"expected 1 to 8 rows, or a multiple of 8 up to {MOST_IN_PARTS}, got {rows}"
+    if reason := unfit_rows(rows, MOST_IN_PARTS):
+        return reason
     if any(n % TILE_N for n in product.widths):
         return f"expected widths that are multiples of {TILE_N}, got {product.widths}"
     if weight.group % DEPTHS or weight.scales.dtype not in SCALE_DTYPES:
