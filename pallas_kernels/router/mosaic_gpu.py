@@ -24,6 +24,7 @@ from pallas_kernels.router.inputs import Inputs
 from pallas_kernels.types import Accumulator, Barrier, Index, Ref
 
 TILE_ROWS = 64
+TILING = 8  # rows of a tile in shared memory
 EXPERTS = (32, 64, 128)
 WIDTH = 8  # columns of the result: wgmma's narrowest tile
 RING_BYTES = 192 * 1024
@@ -61,6 +62,9 @@ def unsupported(rows: int, router: tuple[int, ...], top_k: int, dtype: DTypeLike
 def route(inputs: Inputs, *, tuning: Tuning | None = None) -> tuple[jax.Array, jax.Array]:
     """Run the op; see pallas_kernels.router.route. Experts are [rows, WIDTH]."""
     x, router, bias, kind = inputs.x, inputs.router, inputs.bias, inputs.kind
+    num_rows = x.shape[0]
+    if num_rows > TILING:  # copies take fewer rows, or whole tiles
+        x = jnp.pad(x, ((0, -num_rows % TILING), (0, 0)))
     (rows, depth), count = x.shape, router.shape[1]
     tuning = tuning or Tuning(128 if depth % 128 == 0 else 64)
     tile_k = tuning.tile_k
@@ -167,7 +171,7 @@ def route(inputs: Inputs, *, tuning: Tuning | None = None) -> tuple[jax.Array, j
         plgpu.wait_smem_to_gmem(0)
 
     def tiled(columns: int) -> tuple[plgpu.TilingTransform, plgpu.SwizzleTransform]:
-        return plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(2 * columns)
+        return plgpu.TilingTransform((TILING, columns)), plgpu.SwizzleTransform(2 * columns)
 
     call = plgpu.kernel(
         body,
@@ -187,4 +191,4 @@ def route(inputs: Inputs, *, tuning: Tuning | None = None) -> tuple[jax.Array, j
         ],
     )
     ids, weights = call(x, router, bias)
-    return ids, weights[:, : inputs.top_k]
+    return ids[:num_rows], weights[:num_rows, : inputs.top_k]

@@ -1,5 +1,5 @@
 """Whole rounds of the models with experts compiled for an H200: caches in place, weights not
-copied, kernels chosen."""
+copied, kernels chosen, whatever the number of rows."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ CASES = {
 }
 
 
-def configured(model: str, method: str) -> RoundConfig:
+def configured(model: str, method: str, num_drafts: int = K) -> RoundConfig:
     """Two layers of the real width, one of each kind of attention."""
     target = replace(HYBRID[model].target, num_layers=2)
     if model == "gpt-oss-20b":
@@ -50,12 +50,12 @@ def configured(model: str, method: str) -> RoundConfig:
         ops=chosen,
         block_size=64,
         max_model_len=64 * PAGES,
-        num_speculative_tokens=K,
+        num_speculative_tokens=num_drafts,
         rule="probabilistic",
     )
 
 
-def arguments(cfg: RoundConfig) -> tuple[Any, Any, Any]:
+def arguments(cfg: RoundConfig, batch: int = BATCH) -> tuple[Any, Any, Any]:
     """params, state and block tables of decode_round, by their shapes alone."""
     struct = jax.ShapeDtypeStruct
 
@@ -68,30 +68,43 @@ def arguments(cfg: RoundConfig) -> tuple[Any, Any, Any]:
     if layered(cfg.draft).maps_vocabulary:
         draft["draft_to_target"] = struct((layered(cfg.draft).draft_vocab_size,), jnp.int32)
         draft["target_to_draft"] = struct((layered(cfg.draft).vocab_size,), jnp.int32)
-    floats = struct((BATCH,), jnp.float32)
-    sampling = SamplingState(struct((BATCH, 2), jnp.uint32), floats)  # type: ignore[arg-type]
-    zeros = jnp.zeros(BATCH, jnp.int32), jnp.zeros((BATCH, 4), jnp.int32)
+    floats = struct((batch,), jnp.float32)
+    sampling = SamplingState(struct((batch, 2), jnp.uint32), floats)  # type: ignore[arg-type]
+    zeros = jnp.zeros(batch, jnp.int32), jnp.zeros((batch, 4), jnp.int32)
     state = jax.eval_shape(
         lambda s: decode_state.init_state(
             cfg,
             s,
             *zeros,
-            (BATCH * PAGES,) * len(cfg.cache_groups),
+            (batch * PAGES,) * len(cfg.cache_groups),
             dtype=jnp.bfloat16,
             cache_dtype=jnp.bfloat16,
         ),
         sampling,
     )
-    tables = (struct((BATCH, PAGES), jnp.int32),) * len(cfg.cache_groups)
+    tables = (struct((batch, PAGES), jnp.int32),) * len(cfg.cache_groups)
     return {"target": target, "draft": draft}, state, tables
 
 
-@pytest.mark.parametrize("model", CASES)
-def test_a_round_compiles_without_copies_of_weights_or_caches(
-    model: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture(autouse=True)
+def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hopper, "missing", lambda: None)
     monkeypatch.setattr(hopper, "too_old", lambda: None)
+
+
+@pytest.mark.parametrize(("batch", "num_drafts"), [(1, 8), (3, 3), (13, 4)])
+@pytest.mark.parametrize("model", CASES)
+def test_a_round_of_any_number_of_rows_lowers(model: str, batch: int, num_drafts: int) -> None:
+    """9, 12 and 65 rows: kernels take up to 8, or multiples of 8."""
+    cfg = configured(model, CASES[model][0], num_drafts)
+    lowered = h200.lower_for_h200(
+        decode.decode_round, cfg, *arguments(cfg, batch), static_argnums=0
+    )
+    assert "mosaic_gpu" in lowered.as_text()
+
+
+@pytest.mark.parametrize("model", CASES)
+def test_a_round_compiles_without_copies_of_weights_or_caches(model: str) -> None:
     method, expected = CASES[model]
     cfg = configured(model, method)
     assert cfg.ops == expected

@@ -153,6 +153,20 @@ def stack_and_spills(report: str) -> list[tuple[int, int, int]]:
     return [(int(stack), int(stores), int(loads)) for stack, stores, loads in found]
 
 
+def lower_for_h200(
+    function: Any, *args: Any, static_argnums: Any = (), donate_argnums: Any = ()
+) -> Any:
+    """function(*args) with its kernels, not compiled; arrays in args may be ShapeDtypeStructs."""
+    here = mesh()
+    sharding = NamedSharding(here, PartitionSpec())
+    static = {static_argnums} if isinstance(static_argnums, int) else set(static_argnums)
+    place = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)  # noqa: E731
+    args = tuple(a if i in static else jax.tree.map(place, a) for i, a in enumerate(args))
+    with jax.set_mesh(here):
+        jitted = jax.jit(function, static_argnums=static_argnums, donate_argnums=donate_argnums)
+        return jitted.lower(*args)
+
+
 def compile_for_h200(
     function: Any,
     *args: Any,
@@ -162,14 +176,10 @@ def compile_for_h200(
 ) -> Any:
     """The compiled executable (`.as_text()` is its HLO) of function(*args); arrays in args may be
     ShapeDtypeStructs."""
-    here = mesh()
-    sharding = NamedSharding(here, PartitionSpec())
-    static = {static_argnums} if isinstance(static_argnums, int) else set(static_argnums)
-    place = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)  # noqa: E731
-    args = tuple(a if i in static else jax.tree.map(place, a) for i, a in enumerate(args))
-    with jax.set_mesh(here):
-        jitted = jax.jit(function, static_argnums=static_argnums, donate_argnums=donate_argnums)
-        return jitted.lower(*args).compile(compiler_options=options)
+    lowered = lower_for_h200(
+        function, *args, static_argnums=static_argnums, donate_argnums=donate_argnums
+    )
+    return lowered.compile(compiler_options=options)
 
 
 def compile_without_spills(

@@ -320,12 +320,12 @@ def attend(plan: Plan) -> Callable[..., tuple[jax.Array, ...]]:
         def write(kv_head: Index, state: State) -> None:
             sink = None
             if sinks_ref is not None:
-                head = lax.rem(
-                    plgpu.broadcasted_iota(jnp.int32, (columns,), 0, layout=BY_COLUMN), group
-                )
+                column = plgpu.broadcasted_iota(jnp.int32, (columns,), 0, layout=BY_COLUMN)
                 sink = splat((columns,), 0.0, BY_COLUMN)
                 for i in range(group):
-                    sink = where(head != i, sink, sinks_ref[kv_head * group + i])
+                    # Of one head the remainder is a constant, for which Mosaic finds no layout.
+                    others = lax.rem(column, group) != i if group > 1 else column < 0
+                    sink = where(others, sink, sinks_ref[kv_head * group + i])
             if heads > 1:
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # of the head before
             mean = normalise(state, sink, lambda x: spread(x, tall))

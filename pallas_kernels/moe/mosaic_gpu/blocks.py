@@ -25,11 +25,11 @@ def num_blocks(slots: int, count: int) -> int:
 
 
 def num_places(slots: int, count: int) -> int:
-    """Return the most rows of those blocks, padded.
+    """Return the most rows of those blocks, padded: a multiple of 8, as each block has.
 
     A block of 1 to 8 rows has at most 7 more, one of more than 16 has 15.
     """
-    return slots + 7 * min(slots, count) + 8 * (slots // 17)
+    return (slots + 7 * min(slots, count) + 8 * (slots // 17)) // 8 * 8
 
 
 def plan_blocks(
