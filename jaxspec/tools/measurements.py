@@ -37,7 +37,7 @@ PLAIN, SPECULATIVE = "plain step", "round"
 class Point:
     """The case that a time belongs to.
 
-    model: name of the dimensions
+    model: name of the dimensions, with the form of the draft's weights where it is quantised
     step: "round" or "plain step"
     batch: requests that run together
     temperature: of every request
@@ -111,8 +111,9 @@ def _round_timings(record: Record) -> Iterator[tuple[Point, Timing]]:
     for case in record["cases"]:
         if "skipped" in case:
             continue
+        draft = case.get("draft_quantize")
         point = Point(
-            case["model"],
+            f"{case['model']} with a draft in {draft}" if draft else case["model"],
             SPECULATIVE,
             case["batch"],
             case["temperature"],

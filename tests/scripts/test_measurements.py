@@ -168,3 +168,11 @@ def test_milliseconds_have_three_digits() -> None:
         "22.0",
         "-",
     ]
+
+
+def test_a_quantised_draft_has_rows_of_its_own(tmp_path: Path) -> None:
+    path = tmp_path / "2026-01-01-drafts.json"
+    cases = [case(0.005, draft_quantize=None), case(0.004, draft_quantize="fp8")]
+    path.write_text(json.dumps(RUN | {"cases": cases}), encoding="utf-8")
+    times = {point.model: timing.seconds for point, timing in read_source(path).timings.items()}
+    assert times == {"m": 0.005, "m with a draft in fp8": 0.004}
