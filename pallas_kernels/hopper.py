@@ -8,7 +8,7 @@ from jax._src import config as jax_config
 CAPABILITY = "9.0"
 NUM_SMS = 132  # of an H100 and an H200
 WARPS = 4  # of a warpgroup
-REGISTERS = 65536  # of an SM, and at most of a block
+REGISTERS = 65536  # of an SM; a block has no more
 _for_another_process = False
 
 

@@ -37,14 +37,15 @@ def store(ref: Ref, value: jax.Array) -> None:
 
 @dataclass(frozen=True)
 class RegisterShares:
-    """Registers of a block whose warpgroups compute, except for a last one that copies.
+    """A block's registers, divided among warpgroups that compute and a last one that copies.
 
-    warpgroups: that compute
+    warpgroups: number of those that compute
     computing:  registers of a thread of each of them
     copying:    registers of a thread of the last one
 
     All warpgroups start with equal shares. One that takes more waits until others have given back
-    enough. So shares of more registers than the block has would never end; they are refused.
+    enough. Shares that add up to more than the block has would make it wait for ever, so they are
+    refused.
     """
 
     warpgroups: int
@@ -56,13 +57,13 @@ class RegisterShares:
         existing = count * (REGISTERS // (128 * count) // 8 * 8)
         needed = self.warpgroups * self.computing + self.copying
         if needed > existing:
-            expected = f"at most {existing} for a thread of each of {count} warpgroups together"
+            expected = f"at most {existing} for threads of {count} warpgroups, one of each"
             raise ValueError(f"registers: expected {expected}, got {needed}")
 
     def take(self) -> None:
-        """Take the share of a warpgroup that computes."""
+        """Raise a computing warpgroup's registers to its share."""
         plgpu.set_max_registers(self.computing, action="increase")
 
     def give_back(self) -> None:
-        """Keep the share of the warpgroup that copies."""
+        """Lower the copying warpgroup's registers to its share."""
         plgpu.set_max_registers(self.copying, action="decrease")

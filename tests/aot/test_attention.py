@@ -14,7 +14,7 @@ import pytest
 from jax.experimental.mosaic.gpu import core as mosaic_core
 
 from pallas_kernels.attention import Inputs, paged_attention
-from pallas_kernels.attention.shapes import SHAPES, ragged
+from pallas_kernels.attention.shapes import SHAPES, Shape, ragged
 from pallas_kernels.packing import packed_size
 from tests.kernels.attention import abstract
 from tests.support import h200
@@ -86,6 +86,14 @@ def test_a_decode_step_with_packed_queries_is_one_kernel_and_the_bounds(
     hlo = h200.compile_without_spills(ATTEND, inputs, but=but)
     queries = rf"bf16\[{batch},(?:1,)?8,"
     assert not re.findall(rf"= {queries}\S* (?:copy|fusion|transpose|pad)\(.*", hlo)
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+def test_sinks_of_one_head_a_kv_head_lower(fp8: bool) -> None:
+    """They are one number for all columns of a row tile."""
+    shape = Shape(ragged(3, 400), 4, 8, 8, 64, sinks=True, fp8=fp8)
+    arrays: dict[str, Any] = abstract(shape)
+    h200.lower_for_h200(ATTEND, Inputs(**arrays, scale=shape.head_dim**-0.5))
 
 
 @pytest.mark.parametrize("batch", [16, 64])

@@ -48,6 +48,9 @@ SMALL = {
         (100, 3), rows=4, num_heads=4, num_kv_heads=1, head_dim=64, past_end=2
     ),
     "sinks": Shape((100, 0, 7), rows=4, num_heads=6, num_kv_heads=2, head_dim=64, sinks=True),
+    "sinks, one head a group": Shape(
+        (70, 7), rows=2, num_heads=2, num_kv_heads=2, head_dim=64, sinks=True
+    ),
     "window and sinks": Shape(
         (200, 40, 0), rows=3, num_heads=8, num_kv_heads=1, head_dim=64, window=70, sinks=True
     ),

@@ -215,7 +215,7 @@ SMALL: dict[str, tuple[int, tuple[int, ...], int, str]] = {
     "three weights": (576, (320, 64, 64), 4, ""),
     "three weights, bias": (576, (320, 64, 64), 3, "bias"),
     "three weights, 72 rows": (1024, (192, 64, 64), 72, "bias"),
-    "three weights that the kernel could quantise rows for": (1024, (64, 64), 4, "float32"),
+    "two weights, whose rows the kernel could quantise alone": (1024, (64, 64), 4, "float32"),
 }
 
 

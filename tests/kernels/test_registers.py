@@ -24,6 +24,6 @@ def test_three_warpgroups_do_not_start_with_all_registers_of_an_sm() -> None:
     """168 for each thread: 170 is no multiple of 8."""
     from pallas_kernels.mosaic import RegisterShares
 
-    message = "expected at most 504 for a thread of each of 3 warpgroups together, got 512"
+    message = "expected at most 504 for threads of 3 warpgroups, one of each, got 512"
     with pytest.raises(ValueError, match=message):
         RegisterShares(2, 208, 96)

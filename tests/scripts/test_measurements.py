@@ -172,7 +172,12 @@ def test_milliseconds_have_three_digits() -> None:
 
 def test_a_quantised_draft_has_rows_of_its_own(tmp_path: Path) -> None:
     path = tmp_path / "2026-01-01-drafts.json"
-    cases = [case(0.005, draft_quantize=None), case(0.004, draft_quantize="fp8")]
+    parts = {"round": {"seconds": 0.004}, "plain": {"seconds": 0.002}}
+    cases = [case(0.005, draft_quantize=None), case(0, draft_quantize="fp8", parts=parts)]
     path.write_text(json.dumps(RUN | {"cases": cases}), encoding="utf-8")
-    times = {point.model: timing.seconds for point, timing in read_source(path).timings.items()}
-    assert times == {"m": 0.005, "m with a draft in fp8": 0.004}
+    found = {(p.model, p.step): timing.seconds for p, timing in read_source(path).timings.items()}
+    assert found == {
+        ("m", "round"): 0.005,
+        ("m with a draft in fp8", "round"): 0.004,
+        ("m", "plain step"): 0.002,  # which has no draft
+    }

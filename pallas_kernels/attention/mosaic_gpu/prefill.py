@@ -45,8 +45,8 @@ CODES_TILING = plgpu.TilingTransform((8, WIDENED)), plgpu.SwizzleTransform(WIDEN
 CODES_LAYOUT = plgpu.Layout.WGMMA_UPCAST_2X  # four codes of a row, a word, lie in one thread
 # Number of computing warpgroups -> registers of their threads, and of the copying one's. Equal
 # shares are enough for one warpgroup.
-REGISTERS = {2: (240, 24), 3: (160, 32)}
-WIDENING_REGISTERS = {2: (208, 88), 3: (152, 56)}  # of a copying warpgroup that widens fp8
+SHARES = {2: (240, 24), 3: (160, 32)}
+WIDENING_SHARES = {2: (208, 88), 3: (152, 56)}  # where the copying warpgroup widens fp8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -236,7 +236,7 @@ def widen(codes: Ref, tile: Ref) -> None:
 
 def registers_of(plan: Plan) -> RegisterShares | None:
     """Return the registers of a CTA's warpgroups, None if all keep equal shares."""
-    shares = (WIDENING_REGISTERS if plan.is_fp8 else REGISTERS).get(plan.warpgroups)
+    shares = (WIDENING_SHARES if plan.is_fp8 else SHARES).get(plan.warpgroups)
     return None if shares is None else RegisterShares(plan.warpgroups, *shares)
 
 

@@ -13,7 +13,7 @@ XLA (cublasLt) multiplies more rows, a narrow result from great depths in parts 
 to 256 rows with one scale each, a kernel makes the next product's codes from the float32 sums.
 Gate, up and SwiGLU of 128 and 256 rows have a kernel for most widths. Blocks of scales have no
 library call, and XLA dequantises them first. So up to 256 rows are multiplied 64 at a time.
-Several weights of few rows, which blocks of scales keep apart, are multiplied one by one.
+Several weights, which blocks of scales keep apart, are multiplied one by one.
 
 The order of summation of few rows depends on the weights alone (pallas_kernels/matmul/plan.py).
 

@@ -25,7 +25,7 @@ def num_blocks(slots: int, count: int) -> int:
 
 
 def num_places(slots: int, count: int) -> int:
-    """Return the most rows of those blocks, padded: a multiple of 8, as each block has.
+    """Return the most rows of those blocks, padded. Each has 8, 16 or 32 rows.
 
     A block of 1 to 8 rows has at most 7 more, one of more than 16 has 15.
     """
