@@ -111,9 +111,8 @@ def _round_timings(record: Record) -> Iterator[tuple[Point, Timing]]:
     for case in record["cases"]:
         if "skipped" in case:
             continue
-        draft = case.get("draft_quantize")
         point = Point(
-            f"{case['model']} with a draft in {draft}" if draft else case["model"],
+            case["model"],
             SPECULATIVE,
             case["batch"],
             case["temperature"],
@@ -123,14 +122,12 @@ def _round_timings(record: Record) -> Iterator[tuple[Point, Timing]]:
         parts = case["parts"]
         whole = parts.get("engine") or parts.get("round")
         if whole:
-            floor = case.get("floor", {}).get("seconds")
-            yield point, Timing(whole["seconds"], floor)
+            floor, draft = case.get("floor", {}).get("seconds"), case.get("draft_quantize")
+            name = f"{point.model} with a draft in {draft}" if draft else point.model
+            yield replace(point, model=name), Timing(whole["seconds"], floor)
         if "plain" in parts:
             floor = case.get("plain_floor", {}).get("seconds")
-            yield (
-                replace(point, model=case["model"], step=PLAIN),
-                Timing(parts["plain"]["seconds"], floor),
-            )
+            yield replace(point, step=PLAIN), Timing(parts["plain"]["seconds"], floor)
 
 
 def _load_timings(record: Record) -> Iterator[tuple[Point, Timing]]:

@@ -105,8 +105,10 @@ def test_a_round_of_any_number_of_rows_lowers(
     log_once.cache_clear()
     with caplog.at_level(logging.INFO, "jaxspec.layers"):
         h200.lower_for_h200(decode.decode_round, cfg, *arguments(cfg, batch), static_argnums=0)
-    by_xla = [r.getMessage() for r in caplog.records if batch * (num_drafts + 1) <= 64]
-    assert not [text for text in by_xla if text.startswith("XLA")], by_xla
+    by_xla = [text for text in caplog.messages if text.startswith("XLA")]
+    if batch * (num_drafts + 1) > 64:  # products of these are XLA's; router and experts are not
+        by_xla = [text for text in by_xla if not text.startswith("XLA multiplies by [")]
+    assert not by_xla
 
 
 @pytest.mark.parametrize("model", CASES)

@@ -22,6 +22,7 @@ from pallas_kernels import (
     rope_cache,
     router,
 )
+from pallas_kernels.attention.shapes import Shape, ragged
 from tests.kernels.attention import abstract
 from tests.support import h200
 
@@ -57,12 +58,8 @@ def _matmul(draw: Draw) -> Case:
 
 
 def _fp8(draw: Draw) -> Case:
-    form, fused, width = (
-        draw.choice(("channel", "block", "static")),
-        _fused(draw),
-        draw.choice(WIDTHS),
-    )
-    widths = (width, width) if fused["swiglu"] else (width,)
+    form, fused = draw.choice(("channel", "block", "static")), _fused(draw)
+    widths = (draw.choice(WIDTHS),) * (2 if fused["swiglu"] else 1)
     if form == "block" and not any(fused.values()):  # blocks keep projections apart
         widths += draw.choice(((), (192, 192)))
     sizes = {"rows": draw.choice(ROWS), "depth": draw.choice(DEPTHS), "widths": widths}
@@ -102,10 +99,9 @@ def _router(draw: Draw) -> Case:
 
 
 def _attention(draw: Draw) -> Case:
-    shapes = importlib.import_module("pallas_kernels.attention.shapes")
     group, kv_heads = draw.choice((1, 2, 3, 4, 5, 7, 8, 16)), draw.choice((1, 2, 3, 8))
-    shape = shapes.Shape(
-        shapes.ragged(draw.choice((1, 3, 16, 64)), draw.choice((100, 400, 4096, 32768))),
+    shape = Shape(
+        ragged(draw.choice((1, 3, 16, 64)), draw.choice((100, 400, 4096, 32768))),
         rows=draw.choice((1, 2, 3, 4, 5, 6, 8, 9, 12, 16, 33, 48, 200)),
         num_heads=group * kv_heads,
         num_kv_heads=kv_heads,

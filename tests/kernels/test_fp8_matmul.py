@@ -214,6 +214,7 @@ SMALL: dict[str, tuple[int, tuple[int, ...], int, str]] = {
     "72 rows, 64 at a time or by XLA": (1024, (64,), 72, "residual"),
     "three weights": (576, (320, 64, 64), 4, ""),
     "three weights, bias": (576, (320, 64, 64), 3, "bias"),
+    "three weights, residual": (576, (128, 64, 64), 2, "residual"),
     "three weights, 72 rows": (1024, (192, 64, 64), 72, "bias"),
     "two weights, whose rows the kernel could quantise alone": (1024, (64, 64), 4, "float32"),
 }
@@ -226,7 +227,7 @@ def test_the_kernel_equals_float64(name: str, form: str) -> None:
     depth, widths, rows, fused = SMALL[name]
     residual = None
     if fused == "residual":
-        residual = jax.random.normal(jax.random.key(0), (rows, widths[0]), jnp.bfloat16)
+        residual = jax.random.normal(jax.random.key(0), (rows, sum(widths)), jnp.bfloat16)
     inputs = Inputs(
         x=rows_of(len(name), rows, depth, jnp.bfloat16),
         weights=tuple(fp8_weight(i, width, depth, form) for i, width in enumerate(widths)),

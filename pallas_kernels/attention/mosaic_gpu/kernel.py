@@ -321,11 +321,11 @@ def attend(plan: Plan) -> Callable[..., tuple[jax.Array, ...]]:
             sink = None
             if sinks_ref is not None:
                 column = plgpu.broadcasted_iota(jnp.int32, (columns,), 0, layout=BY_COLUMN)
+                # Mosaic folds the remainder of one head, and finds no layout for a constant.
+                head = lax.rem(column, group) if group > 1 else jnp.minimum(column, 0)
                 sink = splat((columns,), 0.0, BY_COLUMN)
                 for i in range(group):
-                    # Of one head the remainder is a constant, for which Mosaic finds no layout.
-                    others = lax.rem(column, group) != i if group > 1 else column < 0
-                    sink = where(others, sink, sinks_ref[kv_head * group + i])
+                    sink = where(head != i, sink, sinks_ref[kv_head * group + i])
             if heads > 1:
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # of the head before
             mean = normalise(state, sink, lambda x: spread(x, tall))

@@ -112,6 +112,12 @@ class Plan(Sizes):
         return -(-self.heads * self.tile_rows // QUERIES)
 
     @property
+    def registers(self) -> RegisterShares | None:
+        """Registers of the CTA's warpgroups; None if all keep equal shares."""
+        shares = (WIDENING_SHARES if self.is_fp8 else SHARES).get(self.warpgroups)
+        return None if shares is None else RegisterShares(self.warpgroups, *shares)
+
+    @property
     def wide_slots(self) -> int:
         """Tiles of keys, and of values, in bfloat16."""
         return min(self.tuning.slots, 3) if self.is_fp8 else self.tuning.slots
@@ -234,12 +240,6 @@ def widen(codes: Ref, tile: Ref) -> None:
             tile[part] = numbers.astype(tile.dtype)
 
 
-def registers_of(plan: Plan) -> RegisterShares | None:
-    """Return the registers of a CTA's warpgroups, None if all keep equal shares."""
-    shares = (WIDENING_SHARES if plan.is_fp8 else SHARES).get(plan.warpgroups)
-    return None if shares is None else RegisterShares(plan.warpgroups, *shares)
-
-
 def _attend(plan: Plan) -> Callable[..., jax.Array]:
     """Return the kernel: a CTA for each (request, row tile, some heads of a KV head).
 
@@ -252,7 +252,7 @@ def _attend(plan: Plan) -> Callable[..., jax.Array]:
     head_tiles = plan.queries_per_kv // heads
     piece = min(keys, plan.block_size & -plan.block_size)  # keys of a copy: of one page and tile
     overlap = plan.tuning.overlap and not plan.interpreted
-    registers = registers_of(plan)
+    registers = plan.registers
     matrix = plgpu.Layout.WGMMA
     by_row = matrix.reduce(1)
     wide, square = (QUERIES, head_dim), (QUERIES, keys)  # of values, of scores

@@ -133,11 +133,11 @@ def quantised(
 def multiply_quantised(rows: Rows, inputs: Inputs[Fp8Weight], *, measures: bool = False) -> Made:
     """Run the op with quantised rows."""
     count = inputs.x.shape[0]
-    if count <= MAX_ROWS and len(inputs.weights) > 1 and not inputs.swiglu:
+    if count <= MAX_ROWS:
+        if len(inputs.weights) == 1 or inputs.swiglu:
+            return multiply(rows, inputs, measures=measures)
         made = [multiply(rows, each).out for each in inputs.by_weight()]
         return Made(jnp.concatenate(made, axis=1))
-    if count <= MAX_ROWS:
-        return multiply(rows, inputs, measures=measures)
     assert not measures and inputs.squares is None
     if rows.scales.ndim < 2 or count > MOST_IN_PARTS:
         return Made(reference.multiply(rows, inputs))
