@@ -39,7 +39,11 @@ def main(
     engine: Annotated[
         Given,
         given_of(
-            EngineConfig, batch_invariant=Flag(False, names=("--batch-invariant/--batch-buckets",))
+            EngineConfig,
+            "quantize",
+            "kv_cache_dtype",
+            "max_num_batched_tokens",
+            batch_invariant=Flag(False, names=("--batch-invariant/--batch-buckets",)),
         ),
     ],
     target: Target = None,
@@ -48,8 +52,8 @@ def main(
 ) -> None:
     """Compare the tokens of requests in a batch with those of the same requests alone.
 
-    With --batch-invariant or in float32, exit with 1 if more than 1 in 64 requests differ. At
-    T = 0, exit with 1 also if one differs by more than a tie.
+    With --batch-invariant or in float32, exit with 1 if more than 1 in 64 requests differ, and at
+    T = 0 also if one differs by more than a tie.
     """
     dataset, temperature = options.dataset, options.temperature
     texts = (read_prompts(dataset) if dataset is not None else list(DEMO))[: options.num_prompts]
@@ -72,7 +76,8 @@ def main(
     alone = [llm.generate([chat], p)[0] for chat, p in zip(chats, params, strict=True)]
     found = find_differences(together, alone)
     if temperature == 0:
-        found = with_margins(llm.target_config, llm.params["target"], together, found)
+        weights, cache_dtype = llm.params["target"], llm.cache_dtype
+        found = with_margins(llm.target_config, weights, together, found, cache_dtype=cache_dtype)
     count = f"{len(texts) - len(found)} of {len(texts)} requests"
     try:
         if json_file:

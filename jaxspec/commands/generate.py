@@ -283,7 +283,8 @@ def compare_with_plain(
     assert llm.speculative is not None
     expected = report.expected_agreement(params[0], llm.speculative)
     if expected == "tokens":
-        differences = with_margins(llm.target_config, llm.params["target"], outputs, differences)
+        target = llm.target_config, llm.params["target"]
+        differences = with_margins(*target, outputs, differences, cache_dtype=llm.cache_dtype)
     return report.Comparison(expected, llm.timings, plain.timings, differences, len(outputs))
 
 

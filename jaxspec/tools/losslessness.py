@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from jaxspec import models
 from jaxspec.cache.arrays import init_cache
@@ -89,11 +90,18 @@ def with_margins(
     params: Params,
     outputs: Sequence[Decoded],
     found: Sequence[Difference],
+    *,
+    cache_dtype: DTypeLike = jnp.float32,
 ) -> list[Difference]:
     """Return the differences with their margins.
 
-    The target's weights are multiplied in float32 over the text that both decodings share.
+    The target runs in float32 over the text that both decodings share, with its own codes where
+    weights, keys and values are quantised.
+
+    cache_dtype: of the keys and values that both decodings had
     """
+    is_coded = jnp.dtype(cache_dtype).itemsize == 1
+    forward = partial(_last_logits, cfg, params, cache_dtype if is_coded else jnp.float32)
     done = []
     for d in found:
         # Where one text is the other's beginning, there are no two logits to compare.
@@ -101,9 +109,7 @@ def with_margins(
             done.append(d)
             continue
         output = outputs[d.prompt]
-        logits = _last_logits(
-            cfg, params, [*output.prompt_token_ids, *output.token_ids[: d.position]]
-        )
+        logits = forward([*output.prompt_token_ids, *output.token_ids[: d.position]])
         a, b = float(logits[d.speculative_token_id]), float(logits[d.plain_token_id])
         ulp = 2.0 ** (math.floor(math.log2(max(abs(a), abs(b), 2.0**-126))) - BFLOAT16_BITS)
         done.append(
@@ -114,16 +120,21 @@ def with_margins(
     return done
 
 
-def _last_logits(cfg: models.TargetConfig, params: Params, tokens: Sequence[int]) -> np.ndarray:
+def _last_logits(
+    cfg: models.TargetConfig, params: Params, cache_dtype: DTypeLike, tokens: Sequence[int]
+) -> np.ndarray:
     """Return the float32 logits [vocab] after tokens."""
     rows = -(-len(tokens) // BUCKET) * BUCKET
     padded = np.zeros((1, rows), np.int32)
     padded[0, : len(tokens)] = tokens
-    return np.asarray(_forward(cfg, params, padded, np.asarray([len(tokens)], np.int32)))
+    length = np.asarray([len(tokens)], np.int32)
+    return np.asarray(_forward(cfg, jnp.dtype(cache_dtype), params, padded, length))
 
 
-@partial(jax.jit, static_argnums=0)
-def _forward(cfg: Any, params: Params, tokens: jax.Array, length: jax.Array) -> jax.Array:
+@partial(jax.jit, static_argnums=(0, 1))
+def _forward(
+    cfg: Any, cache_dtype: np.dtype, params: Params, tokens: jax.Array, length: jax.Array
+) -> jax.Array:
     family, pages = models.family(cfg), tokens.shape[1] // BLOCK
     groups = cfg.cache_groups(BLOCK, tokens.shape[1])
     table = jnp.arange(pages, dtype=jnp.int32)[None]
@@ -136,10 +147,16 @@ def _forward(cfg: Any, params: Params, tokens: jax.Array, length: jax.Array) -> 
         attention=cfg.attention,
         ops=REFERENCE_OPS,
     )
-    caches = init_cache(cfg.attention, (pages,) * cfg.num_layers, BLOCK, jnp.float32)
+    caches = init_cache(cfg.attention, (pages,) * cfg.num_layers, BLOCK, cache_dtype)
     # Cast inside the program, so that the copies live no longer than their use.
-    params = jax.tree.map(lambda w: w.astype(jnp.float32), params)
+    params = jax.tree.map(_in_float32, params)
     with jax.default_matmul_precision("highest"):
         pass_ = Pass(metadata, REFERENCE_OPS)
         hidden = family.forward(params, cfg, tokens, pass_, caches).hidden
         return family.logits(params, cfg, hidden[:, length[0] - 1], REFERENCE_OPS)[0]
+
+
+def _in_float32(weight: jax.Array) -> jax.Array:
+    """Return numbers in float32, and the codes of quantised weights as they are."""
+    is_number = weight.dtype in (jnp.float32, jnp.bfloat16, jnp.float16)
+    return weight.astype(jnp.float32) if is_number else weight

@@ -73,7 +73,9 @@ def test_logits_of_a_difference_are_those_that_decoding_takes_the_argmax_of(
     model: Model, text: list[int]
 ) -> None:
     for count in (0, LENGTH - 1):
-        logits = _last_logits(model.target, model.params["target"], [*PROMPT, *text[:count]])
+        logits = _last_logits(
+            model.target, model.params["target"], np.float32, [*PROMPT, *text[:count]]
+        )
         assert int(logits.argmax()) == text[count]
 
 

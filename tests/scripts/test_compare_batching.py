@@ -43,6 +43,16 @@ def test_tokens_do_not_depend_on_neighbours_in_float32(
     assert json.loads((tmp_path / "run.json").read_text())["differences"] == []
 
 
+def test_takes_the_forms_of_a_target(target: Path, draft: Path, tmp_path: Path) -> None:
+    forms = ("--quantize", "fp8", "--kv-cache-dtype", "fp8", "--max-num-batched-tokens", 96)
+    given = arguments(target, draft)
+    result = run(*given[:-1], *forms, "--output-json", tmp_path / "run.json")
+    assert result.exit_code == 0, result.output
+    settings = json.loads((tmp_path / "run.json").read_text())["settings"]
+    assert settings["quantize"] == settings["kv_cache_dtype"] == "fp8"
+    assert settings["max_num_batched_tokens"] == 96 and not settings["batch_invariant"]
+
+
 def test_a_token_that_a_neighbour_changed_fails(
     target: Path, draft: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,12 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec import models
+from jaxspec import LLM, SamplingParams, models
 from jaxspec.cache.arrays import init_cache
 from jaxspec.cache.metadata import build_metadata
 from jaxspec.config import REFERENCE_OPS, CacheGroup
 from jaxspec.layers.context import Pass
 from jaxspec.tools.losslessness import Difference, find_differences, with_margins
+from tests.support.quantized import plain_checkpoint
 from tests.support.tiny import VOCAB, Model, tiny_model
 
 
@@ -58,6 +60,28 @@ def test_the_margin_is_that_of_the_targets_logits_after_the_shared_text() -> Non
         assert d.margin is not None and d.margin == pytest.approx(abs(a - b), rel=1e-4, abs=1e-6)
         assert d.ulp == 2.0 ** (math.floor(math.log2(max(abs(a), abs(b)))) - 7)
         assert d.margin is not None and d.ulp is not None and d.is_tie == (d.margin < d.ulp)
+
+
+@pytest.mark.parametrize(
+    "form",
+    [{"quantize": f} for f in ("fp8", "fp8-block", "int4")] + [{"kv_cache_dtype": "fp8"}],
+    ids=str,
+)
+def test_the_margin_of_a_quantised_target_is_that_of_its_own_logits(
+    form: dict[str, Any], tmp_path: Path
+) -> None:
+    """Codes are no numbers: those of int4 are packed into words."""
+    llm = LLM(str(plain_checkpoint(tmp_path / "plain")), dtype="float32", **form)
+    params = SamplingParams(0.0, max_tokens=4, ignore_eos=True, logprobs=2)
+    (found,) = llm.generate([[5, 6, 7, 5, 6]], params)
+    assert found.logprobs is not None
+    first, second = found.logprobs[3].items()
+    given = [found], [Difference(0, 3, first[0], second[0])]
+    (difference,) = with_margins(
+        llm.target_config, llm.params["target"], *given, cache_dtype=llm.cache_dtype
+    )
+    expected = first[1].logprob - second[1].logprob
+    assert difference.margin == pytest.approx(expected, rel=1e-4, abs=1e-5)
 
 
 def reference_logits(model: Model, tokens: Any) -> np.ndarray:
