@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import reduce
 from typing import TYPE_CHECKING
 
 import jax
@@ -16,7 +17,7 @@ from pallas_kernels.types import Ref
 if TYPE_CHECKING:
     from pallas_kernels.mosaic import Layout
 
-LANES = 128  # threads of a warpgroup, and the most pieces that a row may have
+LANES = 128  # threads of a warpgroup, and the most pieces of a vocabulary row
 NO_INDEX = 2**31 - 1
 
 
@@ -83,9 +84,9 @@ def store_maximum(
     index_ref[row, piece] = jnp.min(jnp.where(scores == best, indices, NO_INDEX))
 
 
-def load_lanes(ref: Ref, row: jax.Array) -> jax.Array:
-    """Load the partial results of a row."""
-    return load(ref.at[row], plgpu.Layout.WG_STRIDED((LANES,), vec_size=1))
+def load_lanes(ref: Ref, row: jax.Array, first: int = 0) -> jax.Array:
+    """Load LANES partial results of a row, from the first one given."""
+    return load(ref.at[row, pl.ds(first, LANES)], plgpu.Layout.WG_STRIDED((LANES,), vec_size=1))
 
 
 def used_lanes(count: int) -> jax.Array:
@@ -101,7 +102,12 @@ def used_lanes(count: int) -> jax.Array:
 def combine_maximum(
     best_ref: Ref, index_ref: Ref, row: jax.Array, count: int
 ) -> tuple[jax.Array, jax.Array]:
-    """Return the highest score of a row's `count` partial results, and its first index."""
-    best, index, used = load_lanes(best_ref, row), load_lanes(index_ref, row), used_lanes(count)
-    highest = jnp.max(jnp.where(used, best, -jnp.inf))
-    return highest, jnp.min(jnp.where(used & (best == highest), index, NO_INDEX))
+    """Return the highest score of a row's `count` partial results, and its lowest index."""
+    results = []
+    for first in range(0, count, LANES):
+        best, index = load_lanes(best_ref, row, first), load_lanes(index_ref, row, first)
+        used = used_lanes(count - first)
+        results.append((jnp.where(used, best, -jnp.inf), jnp.where(used, index, NO_INDEX)))
+    highest = reduce(jnp.maximum, [jnp.max(best) for best, _ in results])
+    lowest = [jnp.min(jnp.where(best == highest, index, NO_INDEX)) for best, index in results]
+    return highest, reduce(jnp.minimum, lowest)

@@ -10,7 +10,7 @@ Then lax.fori_loop draws a token after the other. Step i may correct the logits 
 draft before it, so q is exact: each column holds the logits that its token was drawn from. The
 corrected logits take the place of the head's, in the same array, if the proposal keeps them. One
 kernel may run a step of a vanilla Markov head (BlockFamily.markov_step). It writes the corrected
-logits or, in greedy rounds, which keep none, finds the largest.
+logits and draws the token or, in greedy rounds, which keep no logits, finds the largest.
 
 A confidence head may end a request's drafts. Its chance of draft i depends on row i and the drafts
 before i, so the decision falls before draft i is drawn. Given these drafts, the presence of an i-th
@@ -44,6 +44,7 @@ from jaxspec.drafts import families
 from jaxspec.drafts.columns import (
     draw_token,
     empty_tokens,
+    noise_key,
     target_token,
     write_column,
     write_token,
@@ -57,9 +58,11 @@ from jaxspec.drafts.drafter import (
     no_drafts,
 )
 from jaxspec.layers.context import Pass
+from jaxspec.layers.markov import Draw
 from jaxspec.layers.params import Params
 from jaxspec.layers.products import idle_rows
 from jaxspec.models import TargetOutput
+from jaxspec.sampling.state import STREAMS
 
 
 @struct.dataclass
@@ -166,7 +169,10 @@ def draw_block(
         jnp.ones(batch, jnp.float32) if has_threshold else None,
         jnp.zeros(batch, jnp.int32) if has_threshold else None,
     )
-    step = partial(draw_step, cfg, params, context, hidden, None if in_place else base)
+    # The kernel writes into logits that the proposal keeps, and stands for gumbel_sample's kernel.
+    has_kernel = in_place and cfg.ops.gumbel_sample != "reference"
+    draw = draw_of_steps(cfg, context) if has_kernel else None
+    step = partial(draw_step, cfg, params, context, hidden, None if in_place else base, draw)
     carry = step(0, carry) if K == 1 else lax.fori_loop(0, K, step, carry)
     proposal = carry.proposal
     if cfg.keeps_draft_logits and not in_place:
@@ -183,12 +189,14 @@ def draw_step(
     context: DraftContext,
     hidden: jax.Array,
     base: jax.Array | None,
+    draw: Draw | None,
     step: jax.Array | int,
     carry: BlockCarry,
 ) -> BlockCarry:
     """Draw draft `step` from its row of hidden [batch, K, D] and base [batch, K, draft_vocab].
 
     base: None if the carried proposal holds it
+    draw: of a Markov head's kernel; None if there is none that draws
     """
     draft = families.block(cfg.draft)
     family = families.block_family(draft)
@@ -204,8 +212,7 @@ def draw_step(
         chance = chance * confidence(params, draft, row, carry.token)
         num_proposed = num_proposed + (chance >= draft.confidence_threshold).astype(jnp.int32)
     proposal, head_state, markov = carry.proposal, carry.head_state, None
-    # Sampled logits that are not kept (rule strict) are in no array that a kernel may change.
-    if cfg.vocab_shards.is_whole and (not cfg.sampled or proposal.draft_logits is not None):
+    if cfg.vocab_shards.is_whole and (draw is not None or not cfg.sampled):
         markov = family.markov_step(params, draft, base, step, carry.token, cfg.draft_ops)
     if markov is None:
         logits, head_state = family.step_logits(
@@ -213,14 +220,22 @@ def draw_step(
         )
         token = draw_token(cfg, params, context, step, logits)
         proposal = write_column(proposal, step, token, logits)
-    elif cfg.sampled:
-        logits = markov.logits()
-        token = draw_token(cfg, params, context, step, logits, column=step)
+    elif draw is not None:
+        logits, drafted = markov.drawn(draw)
+        token = target_token(cfg, params, drafted)
         proposal = replace(write_token(proposal, step, token), draft_logits=logits)
     else:  # nothing but the largest of the logits is read
         token = target_token(cfg, params, markov.largest())
         proposal = write_token(proposal, step, token)
     return BlockCarry(proposal, token, head_state, chance, num_proposed)
+
+
+def draw_of_steps(cfg: RoundConfig, context: DraftContext) -> Draw:
+    """Return what the kernel of a Markov head draws all tokens of a block with."""
+    sampling = context.sampling
+    assert cfg.rule != "strict"  # whose position moves with the step, not the offset
+    stream, position, _ = noise_key(cfg, context.seq_lens, 0)
+    return Draw.of(sampling.temperature, sampling.keys, position, STREAMS[stream])
 
 
 def propose_part(

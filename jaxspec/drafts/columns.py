@@ -43,19 +43,15 @@ def draw_token(
     inputs: Batch,
     step: jax.Array | int,
     logits: jax.Array,
-    *,
-    column: jax.Array | int | None = None,
 ) -> jax.Array:
     """Draw a step's token [batch], an id of the target's vocabulary.
 
     The token is the same on all devices, of which each has a piece of the logits.
 
-    logits: float32 [batch, draft_vocab]; with a column [batch, K, draft_vocab], of whose column the
-            token is drawn
+    logits: float32 [batch, draft_vocab]
     """
     sampling, shards = inputs.sampling, cfg.vocab_shards
     if cfg.draft_sampling == "greedy" or not cfg.sampled:
-        assert column is None  # such drafts' logits are not kept
         scaled = scale_by_temperature(logits, sampling.temperature)
         return target_token(cfg, params, sample(scaled, None, sampling.greedy, shards))
     token_ids = (
@@ -70,7 +66,6 @@ def draw_token(
         sampling.keys,
         *key,
         token_ids,
-        column=column,
         shards=shards,
         implementation=cfg.ops.gumbel_sample,
     )

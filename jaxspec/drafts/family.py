@@ -211,7 +211,7 @@ class BlockFamily(HeadFamily, Protocol):
         token: jax.Array,
         ops: Ops,
     ) -> MarkovStep | None:
-        """Return a step whose kernels give step_logits' logits, or the largest of them.
+        """Return a step whose kernels draw from step_logits' logits, or find the largest of them.
 
         None without such a kernel, and always for a head that carries a head_state.
 

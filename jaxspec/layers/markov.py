@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +11,9 @@ from jaxspec.config import Ops
 from jaxspec.layers.log_once import log_once
 from jaxspec.layers.params import AnyWeight, Weight
 from pallas_kernels import markov_head
+from pallas_kernels.markov_head import Draw
+
+__all__ = ["Draw", "MarkovStep", "markov_step"]
 
 
 @dataclass(frozen=True)
@@ -27,9 +30,10 @@ class MarkovStep:
         """Return the column int32 [batch] of the step's largest logit."""
         return markov_head.markov_argmax(self.inputs, implementation=self.implementation)
 
-    def logits(self) -> jax.Array:
-        """Return the base logits of all steps, with this step's in place of its own."""
-        return markov_head.markov_logits(self.inputs, implementation=self.implementation)
+    def drawn(self, draw: Draw) -> markov_head.Step:
+        """Return the base logits of all steps with this step's, and the column drawn from these."""
+        inputs = replace(self.inputs, draw=draw)
+        return markov_head.markov_draw(inputs, implementation=self.implementation)
 
 
 def markov_step(

@@ -73,16 +73,14 @@ def draw(
     offset: jax.Array | int,
     token_ids: jax.Array | None = None,
     *,
-    column: jax.Array | int | None = None,
     shards: VocabShards = WHOLE,
     implementation: str = "reference",
 ) -> jax.Array:
     """Draw a token from each row of logits, with a stream's noise; int32 [batch].
 
-    logits: float32 [batch, vocab], the own piece of rows that are cut over devices; with a column
-            [batch, columns, vocab]
+    logits: float32 [batch, vocab], the own piece of rows that are cut over devices
     offset: a scalar
-    token_ids, column: see pallas_kernels.gumbel_sample
+    token_ids: see pallas_kernels.gumbel_sample
 
     The result equals that of sample(scale_by_temperature(...), gumbel_noise(...), ...).
     """
@@ -93,7 +91,6 @@ def draw(
         position=position,
         offset=jnp.asarray(offset, jnp.int32),
         token_ids=token_ids,
-        column=None if column is None else jnp.asarray(column, jnp.int32),
         stream=STREAMS[stream],
         shards=shards,
     )

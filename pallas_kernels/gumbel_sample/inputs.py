@@ -17,7 +17,7 @@ class Inputs:
     """Rows of logits, and what their noise is a function of.
 
     logits:      float32 [rows, vocab], the own piece of each row; NaN counts as -inf, so that a
-                 token is always in range. With a column, [rows, columns, vocab]
+                 token is always in range
     temperature: float32 [rows]; 0 for a greedy row
     keys:        uint32 [rows, 2]; stream, position and offset are folded in one after another, as
                  jax.random.fold_in does
@@ -25,8 +25,6 @@ class Inputs:
     offset:      int32 []
     token_ids:   int32, of the whole vocabulary: the id by which each column's noise is drawn;
                  None: the column
-    column:      int32 [], the index of the logits that are drawn from; None: logits are
-                 [rows, vocab]
     stream:      number of the random stream (pallas_kernels.noise.Stream)
     shards:      how the rows are cut over devices
     """
@@ -37,7 +35,6 @@ class Inputs:
     position: jax.Array
     offset: jax.Array
     token_ids: jax.Array | None = None
-    column: jax.Array | None = None
     stream: int = field(metadata=STATIC)
     shards: VocabShards = WHOLE
 
@@ -51,9 +48,8 @@ class Inputs:
 
     def check(self) -> None:
         """Raise ValueError for shapes and dtypes that do not fit together."""
-        expected = "[rows, vocab]" if self.column is None else "[rows, columns, vocab]"
-        if len(self.logits.shape) != (2 if self.column is None else 3):
-            raise ValueError(f"logits: expected {expected}, got {list(self.logits.shape)}")
+        if len(self.logits.shape) != 2:
+            raise ValueError(f"logits: expected [rows, vocab], got {list(self.logits.shape)}")
         rows, vocab = self.rows, self.vocab
         for name, dtype, shape in (
             ("logits", jnp.float32, self.logits.shape),
@@ -62,7 +58,6 @@ class Inputs:
             ("position", jnp.int32, (rows,)),
             ("offset", jnp.int32, ()),
             ("token_ids", jnp.int32, (self.shards.total(vocab),)),
-            ("column", jnp.int32, ()),
         ):
             array = getattr(self, name)
             if array is not None and (array.dtype != dtype or array.shape != shape):

@@ -21,11 +21,12 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import noise, piece_noise
+from pallas_kernels import noise, register_noise
 from pallas_kernels.gumbel_sample.inputs import Inputs
 from pallas_kernels.hopper import interpreting
 from pallas_kernels.lowered_once import lowered_once
 from pallas_kernels.pieces import LANES, Pieces, combine_maximum, cut, store_maximum
+from pallas_kernels.row_maximum import first_of_highest
 from pallas_kernels.types import Ref
 from pallas_kernels.vocab_shards import first_highest
 
@@ -75,7 +76,6 @@ def gumbel_sample(inputs: Inputs, *, tuning: Tuning | None = None) -> jax.Array:
         keys_ref: Ref,
         position_ref: Ref,
         offset_ref: Ref,
-        column_ref: Ref | None,
         ids_ref: Ref | None,
         first_ref: Ref | None,
         best_ref: Ref,
@@ -84,7 +84,7 @@ def gumbel_sample(inputs: Inputs, *, tuning: Tuning | None = None) -> jax.Array:
         block = lax.axis_index("block")
         row, part = block // count, block % count
         heat = temperature_ref[row]
-        row_logits = logits_ref.at[row if column_ref is None else (row, column_ref[0])]
+        row_logits = logits_ref.at[row]
         first_id = None if first_ref is None else first_ref[0]
 
         def search(score: Score) -> None:
@@ -128,13 +128,9 @@ def gumbel_sample(inputs: Inputs, *, tuning: Tuning | None = None) -> jax.Array:
                 scaled = values / heat
                 # As in XLA's kernel, nothing fuses the quotient with the sum.
                 scaled = jnp.where(scaled == scaled, scaled, -jnp.inf)
-                return scaled + piece_noise.gumbel(pieces, key, ids)
+                return scaled + register_noise.gumbel(pieces.layout, key, ids)
 
             search(score)
-
-    def combine(best_ref: Ref, index_ref: Ref, token_ref: Ref) -> None:
-        row = lax.axis_index("block")
-        token_ref[row] = combine_maximum(best_ref, index_ref, row, count)[1]
 
     def combine_piece(best_ref: Ref, index_ref: Ref, first_ref: Ref, words_ref: Ref) -> None:
         row = lax.axis_index("block")
@@ -149,18 +145,16 @@ def gumbel_sample(inputs: Inputs, *, tuning: Tuning | None = None) -> jax.Array:
         inputs.keys,
         inputs.position,
         inputs.offset.reshape(1),
-        None if inputs.column is None else inputs.column.reshape(1),
         inputs.token_ids,
         first,
     )
     best = jax.ShapeDtypeStruct((rows, LANES), jnp.float32)
     index = jax.ShapeDtypeStruct((rows, LANES), jnp.int32)
-    parts = _launch(draw, rows * count, operands, (best, index))
+    best, index = _launch(draw, rows * count, operands, (best, index))
     if shards.is_whole:
-        (tokens,) = _launch(combine, rows, parts, (jax.ShapeDtypeStruct((rows,), jnp.int32),))
-        return tokens
+        return first_of_highest(best, index, count, rows=rows, name="gumbel_combine")
     (words,) = _launch(
-        combine_piece, rows, (*parts, first), (jax.ShapeDtypeStruct((rows, 2), jnp.int32),)
+        combine_piece, rows, (best, index, first), (jax.ShapeDtypeStruct((rows, 2), jnp.int32),)
     )
     words = shards.gather_words(words)
     values = lax.bitcast_convert_type(words[..., 0], jnp.float32)

@@ -16,17 +16,24 @@ PIECE = 256  # values of a row that are reduced first
 
 def gumbel_sample(inputs: Inputs) -> jax.Array:
     """Run the op; see pallas_kernels.gumbel_sample.gumbel_sample."""
-    logits, temperature, shards = inputs.logits, inputs.temperature, inputs.shards
-    greedy = temperature == 0.0
-    ids = inputs.token_ids
-    if inputs.column is not None:
-        logits = lax.dynamic_index_in_dim(logits, inputs.column, 1, keepdims=False)
+    shards, ids = inputs.shards, inputs.token_ids
     ids = shards.ids(inputs.vocab) if ids is None else shards.own(ids)
     stream = noise.Stream(inputs.keys, inputs.position, inputs.stream)
-    gumbel = noise.gumbel(stream.key(inputs.offset), ids)
-    scaled = logits / jnp.where(greedy, 1.0, temperature)[:, None]
+    key = stream.key(inputs.offset)
+    return argmax(scores(inputs.logits, inputs.temperature, key, ids), shards)
+
+
+def scores(
+    logits: jax.Array, temperature: jax.Array, key: noise.Key, token_ids: jax.Array
+) -> jax.Array:
+    """Return float32 [rows, vocab], whose largest of a row is its token; NaN becomes -inf.
+
+    key: two words uint32 [rows, 1]
+    """
+    greedy = (temperature == 0.0)[:, None]
+    scaled = logits / jnp.where(greedy, 1.0, temperature[:, None])
     scaled = jnp.where(jnp.isnan(scaled), -jnp.inf, scaled)
-    return argmax(jnp.where(greedy[:, None], scaled, scaled + gumbel), shards)
+    return jnp.where(greedy, scaled, scaled + noise.gumbel(key, token_ids))
 
 
 def argmax(x: jax.Array, shards: VocabShards = WHOLE) -> jax.Array:

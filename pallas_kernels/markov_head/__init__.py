@@ -1,15 +1,28 @@
-"""Steps of a Markov head: W1's row of the token before times W2, added to a draft's logits."""
+"""Steps of a Markov head: W1's row of the token before times W2, added to a draft's logits.
+
+A step takes the largest of the sums, or draws a token from them and keeps them.
+"""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import jax
 
 from pallas_kernels import hopper
 from pallas_kernels.implementations import IMPLEMENTATIONS, runs_kernel
 from pallas_kernels.markov_head import reference
-from pallas_kernels.markov_head.inputs import Inputs
+from pallas_kernels.markov_head.inputs import Draw, Inputs, Step
 
-__all__ = ["IMPLEMENTATIONS", "Inputs", "markov_argmax", "markov_logits", "unsupported"]
+__all__ = [
+    "IMPLEMENTATIONS",
+    "Draw",
+    "Inputs",
+    "Step",
+    "markov_argmax",
+    "markov_draw",
+    "unsupported",
+]
 
 
 def markov_argmax(inputs: Inputs, *, implementation: str = "reference") -> jax.Array:
@@ -25,22 +38,25 @@ def markov_argmax(inputs: Inputs, *, implementation: str = "reference") -> jax.A
         return reference.markov_argmax(inputs)
     from pallas_kernels.markov_head import mosaic_gpu
 
-    return mosaic_gpu.markov_argmax(inputs)
+    return mosaic_gpu.markov_argmax(replace(inputs, draw=None))
 
 
-def markov_logits(inputs: Inputs, *, implementation: str = "reference") -> jax.Array:
-    """Return base with table[token] @ weight added to its column `step`.
+def markov_draw(inputs: Inputs, *, implementation: str = "reference") -> Step:
+    """Return base with table[token] @ weight added to base[:, step], and a token drawn from it.
 
-    The kernel changes the column in place where base is not read again, and its product has the
-    bits of the matmul op's kernel.
+    The token is gumbel_sample's of base[:, step]. The kernel changes base in place where it is not
+    read again. Its product has the bits of the matmul op's kernel, and its noise those of
+    gumbel_sample's.
 
-    Raises ValueError as markov_argmax does.
+    Raises ValueError as markov_argmax does, and for inputs without a draw.
     """
-    if not _runs_kernel("markov_logits", inputs, implementation):
-        return reference.markov_logits(inputs)
+    if inputs.draw is None:
+        raise ValueError("draw: expected what the token is drawn with, got None")
+    if not _runs_kernel("markov_draw", inputs, implementation):
+        return reference.markov_draw(inputs)
     from pallas_kernels.markov_head import mosaic_gpu
 
-    return mosaic_gpu.markov_logits(inputs)
+    return Step(*mosaic_gpu.markov_draw(inputs))
 
 
 def unsupported(inputs: Inputs) -> str | None:

@@ -6,8 +6,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.gumbel_sample.reference import argmax
-from pallas_kernels.markov_head.inputs import Inputs
+from pallas_kernels import noise
+from pallas_kernels.gumbel_sample.reference import argmax, scores
+from pallas_kernels.markov_head.inputs import Inputs, Step
 from pallas_kernels.matmul import Inputs as Factors
 from pallas_kernels.matmul import matmul
 
@@ -18,10 +19,16 @@ def markov_argmax(inputs: Inputs) -> jax.Array:
     return argmax(jnp.where(jnp.isnan(logits), -jnp.inf, logits))
 
 
-def markov_logits(inputs: Inputs) -> jax.Array:
-    """Run the op; see pallas_kernels.markov_head.markov_logits."""
-    column = _column(inputs)[:, None]
-    return lax.dynamic_update_slice_in_dim(inputs.base, column, inputs.step, 1)
+def markov_draw(inputs: Inputs) -> Step:
+    """Run the op; see pallas_kernels.markov_head.markov_draw."""
+    logits, draw = _column(inputs), inputs.draw
+    assert draw is not None  # the op has checked it
+    key = noise.fold_in((draw.keys[0], draw.keys[1]), inputs.step)
+    high, low = (word[: inputs.rows, None] for word in key)
+    ids = jnp.arange(logits.shape[1], dtype=jnp.int32)
+    token = argmax(scores(logits, draw.temperature[: inputs.rows], (high, low), ids))
+    base = lax.dynamic_update_slice_in_dim(inputs.base, logits[:, None], inputs.step, 1)
+    return Step(base, token)
 
 
 def _column(inputs: Inputs) -> jax.Array:

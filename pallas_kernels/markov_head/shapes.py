@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.markov_head.inputs import Inputs
+from pallas_kernels.markov_head.inputs import Draw, Inputs
 
 
 @dataclass(frozen=True)
@@ -47,16 +48,28 @@ def make_inputs(shape: Shape, seed: int) -> Inputs:
         token=token.at[: len(ends)].set(ends),
         table=jax.random.normal(keys[3], (tokens, shape.rank), dtype),
         weight=weight.astype(dtype),
+        draw=Draw.of(**draw_arguments(shape.rows, seed)),
     )
+
+
+def draw_arguments(rows: int, seed: int) -> dict[str, Any]:
+    """Return what make_inputs' draw is made of. Every third row is greedy."""
+    row = jnp.arange(rows, dtype=jnp.int32)
+    return {
+        "temperature": jnp.where(row % 3 == 2, 0.0, 0.7 + 0.1 * (row % 4).astype(jnp.float32)),
+        "keys": jax.random.bits(jax.random.key(seed + 1), (rows, 2), jnp.uint32),
+        "position": row * 7 + seed,
+        "stream": 1,
+    }
 
 
 def bytes_moved(shape: Shape, *, op: str = "markov_argmax") -> int:
     """Return the fewest bytes: W2, and for each row its part of W1, its logits and two tokens.
 
-    op: markov_logits writes the logits, in place of the second token
+    op: markov_draw also writes the logits, and reads a temperature and a key
     """
     size = jnp.dtype(shape.dtype).itemsize
-    of_row = (
-        size * shape.rank + 4 * shape.vocab + (4 * shape.vocab + 4 if op == "markov_logits" else 8)
-    )
+    of_row = size * shape.rank + 4 * shape.vocab + 8
+    if op == "markov_draw":
+        of_row += 4 * shape.vocab + 12
     return size * shape.rank * shape.vocab + shape.rows * of_row

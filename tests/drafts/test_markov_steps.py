@@ -33,13 +33,13 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
     def noted(name: str) -> Any:
         run = getattr(markov_head, name)
 
-        def note(inputs: markov_head.Inputs, *, implementation: str) -> jax.Array:
+        def note(inputs: markov_head.Inputs, *, implementation: str) -> Any:
             found.append((name, inputs.rows))
             return run(inputs, implementation=implementation)
 
         return note
 
-    for name in ("markov_argmax", "markov_logits"):
+    for name in ("markov_argmax", "markov_draw"):
         monkeypatch.setattr(markov_head, name, noted(name))
     return found
 
@@ -53,6 +53,7 @@ def drafted(
     draft_sampling: str = "probabilistic",
     dtype: Any = jnp.bfloat16,
     vocab: int = VOCAB,
+    gumbel_sample: str = "mosaic_gpu",
     **changes: Any,
 ) -> Proposal:
     """What a random head drafts for random hidden states. Every third sampled request is greedy."""
@@ -63,7 +64,7 @@ def drafted(
     cfg = RoundConfig.for_models(
         tiny_model("dspark").target,
         draft,
-        ops=Ops(matmul="mosaic_gpu"),
+        ops=Ops(matmul="mosaic_gpu", gumbel_sample=gumbel_sample),
         block_size=4,
         max_model_len=64,
         num_speculative_tokens=num_drafts,
@@ -99,7 +100,7 @@ def drafted(
         slow(2, {"markov_rank": 256}),
     ],
 )
-@pytest.mark.parametrize(("sampled", "kernel"), [(False, "markov_argmax"), (True, "markov_logits")])
+@pytest.mark.parametrize(("sampled", "kernel"), [(False, "markov_argmax"), (True, "markov_draw")])
 def test_drafts_are_those_of_several_ops(
     batch: int,
     changes: dict[str, Any],
@@ -125,6 +126,7 @@ def test_drafts_are_those_of_several_ops(
         {"batch": 9},
         {"batch": 9, "sampled": True},
         {"sampled": True, "rule": "strict"},
+        {"sampled": True, "gumbel_sample": "reference"},
         {"sampled": True, "draft_sampling": "greedy"},
         {"markov_kind": "gated"},
         {"markov_kind": "rnn"},

@@ -98,16 +98,6 @@ def test_tokens_are_distributed_as_the_softmax() -> None:
     assert within_limit(*chi_square(np.bincount(tokens, minlength=vocab), weights / weights.sum()))
 
 
-@implementations
-def test_a_column_is_drawn_from_as_its_logits_alone(implementation: str) -> None:
-    inputs = make_inputs(SHAPES["tiny, odd"], seed=5)
-    columns = jnp.stack([jnp.zeros_like(inputs.logits), inputs.logits, -inputs.logits], axis=1)
-    for column, logits in ((1, inputs.logits), (2, -inputs.logits)):
-        whole = replace(inputs, logits=columns, column=jnp.int32(column))
-        alone = run(replace(inputs, logits=logits), implementation)
-        np.testing.assert_array_equal(run(whole, implementation), alone)
-
-
 @needs_mosaic
 def test_a_rows_token_does_not_depend_on_its_neighbours() -> None:
     inputs = make_inputs(SHAPES["tiny, odd"], seed=2)
@@ -169,11 +159,6 @@ DOES_NOT_FIT = {
     r"keys: expected uint32 \[4, 2\], got int32 \[4\]": {"keys": FITS.position},
     r"offset: expected int32 \[\], got int32 \[4\]": {"offset": FITS.position},
     r"token_ids: expected int32 \[256\], got int32 \[4\]": {"token_ids": FITS.position},
-    r"logits: expected \[rows, columns, vocab\], got \[4, 256\]": {"column": FITS.offset},
-    r"column: expected int32 \[\], got int32 \[4\]": {
-        "logits": jax.ShapeDtypeStruct((4, 3, 256), jnp.float32),
-        "column": FITS.position,
-    },
     "implementation: expected one of reference, mosaic_gpu, got 'fast'": {"implementation": "fast"},
 }
 
@@ -222,15 +207,6 @@ def test_tokens_of_real_sizes_are_the_references(name: str) -> None:
         np.testing.assert_array_equal(
             kernel(jnp.int32(offset)), reference(jnp.int32(offset)), err_msg=f"offset {offset}"
         )
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("name", ["smollm2, batch 1", "qwen3-8b, batch 16"])
-def test_tokens_of_a_column_of_real_size_are_those_of_its_logits_alone(name: str) -> None:
-    inputs = make_inputs(SHAPES[name], seed=6)
-    columns = jnp.stack([-inputs.logits, inputs.logits], axis=1)
-    whole = replace(inputs, logits=columns, column=jnp.int32(1))
-    np.testing.assert_array_equal(run(whole), run(inputs))
 
 
 @pytest.mark.gpu

@@ -205,6 +205,8 @@ def trace_kernels() -> None:
     """Trace several kernels, which exports each of them."""
     from pallas_kernels.attention import _compiled, mosaic_gpu
     from pallas_kernels.attention import shapes as attention_shapes
+    from pallas_kernels.markov_head import mosaic_gpu as markov_kernel
+    from pallas_kernels.markov_head import shapes as markov_shapes
     from pallas_kernels.matmul import mosaic_gpu as matmul_kernel
     from pallas_kernels.matmul import shapes as matmul_shapes
     from pallas_kernels.rejection_sampling import mosaic_gpu as rejection_kernel
@@ -217,6 +219,10 @@ def trace_kernels() -> None:
     product = next(iter(matmul_shapes.SHAPES.values()))
     inputs = jax.eval_shape(lambda: matmul_shapes.make_inputs(product, 0))
     jax.jit(matmul_kernel.matmul).trace(inputs)
+    step = markov_shapes.SHAPES["smollm2 rows 1"]
+    jax.jit(markov_kernel.markov_draw).trace(
+        jax.eval_shape(lambda: markov_shapes.make_inputs(step, 0))
+    )
     keys = attention_shapes.SHAPES["8b, batch 1, context 400, Q 4"]
     jax.jit(_compiled(mosaic_gpu.paged_attention)).trace(attention_shapes.make_inputs(keys, 0))
     rows = rejection_shapes.SHAPES["llama3-8b-b1"]
@@ -232,7 +238,7 @@ def test_processes_lower_kernels_as_this_one(
         trace_kernels()
     assert made_here == []
     found = module._EXPORTS._found
-    assert len(found) == 4
+    assert len(found) == 5
     for call, made in found.items():
         own = call.export()
         assert text_of(bytes(made.serialize())) == text_of(bytes(own.serialize()))

@@ -1,4 +1,4 @@
-"""A Markov head's steps: the token and the logits that lookup, matmul op, sum and argmax give."""
+"""A Markov head's steps: the token and the logits that lookup, matmul op, sum and draw give."""
 
 from __future__ import annotations
 
@@ -11,15 +11,24 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels import gumbel_sample
 from pallas_kernels.gumbel_sample.reference import argmax
 from pallas_kernels.markov_head import (
     IMPLEMENTATIONS,
+    Draw,
     Inputs,
+    Step,
     markov_argmax,
-    markov_logits,
+    markov_draw,
     unsupported,
 )
-from pallas_kernels.markov_head.shapes import SHAPES, Shape, bytes_moved, make_inputs
+from pallas_kernels.markov_head.shapes import (
+    SHAPES,
+    Shape,
+    bytes_moved,
+    draw_arguments,
+    make_inputs,
+)
 from pallas_kernels.matmul import Inputs as Factors
 from pallas_kernels.matmul import matmul
 from tests.kernels.interpreter import by_implementation, call, interpreted, needs_mosaic
@@ -34,7 +43,7 @@ SMALL = {
     "eight rows": Shape(8, 192, 128),
     "16 rows": Shape(16, 128, 192, steps=2),
     "24 rows": Shape(24, 64, 128, steps=1),
-    "64 rows": Shape(64, 256, 64, steps=3),
+    "64 rows": Shape(64, 256, 128, steps=3),
 }
 
 
@@ -48,13 +57,26 @@ def run(inputs: Inputs, implementation: str = "mosaic_gpu") -> np.ndarray:
         return np.asarray(markov_argmax(inputs, implementation=implementation))
 
 
-def written_logits(inputs: Inputs, implementation: str = "mosaic_gpu") -> np.ndarray:
+def drawn(inputs: Inputs, implementation: str = "mosaic_gpu") -> Step:
     with on(implementation):
-        return np.asarray(markov_logits(inputs, implementation=implementation))
+        return jax.tree.map(np.asarray, markov_draw(inputs, implementation=implementation))
+
+
+def assert_drawn(inputs: Inputs, seed: int, found: Step, implementation: str) -> None:
+    """Logits and tokens are those of separate ops, to the bit. seed: of make_inputs"""
+    np.testing.assert_array_equal(found.base, with_sum(inputs, implementation))
+    of_column = gumbel_sample.Inputs(
+        logits=jnp.asarray(found.base[:, inputs.step]),
+        offset=inputs.step,
+        **draw_arguments(inputs.rows, seed),
+    )
+    with on(implementation):
+        tokens = gumbel_sample.gumbel_sample(of_column, implementation=implementation)
+        np.testing.assert_array_equal(found.token, tokens)
 
 
 def with_sum(inputs: Inputs, implementation: str) -> np.ndarray:
-    """The logits that markov_logits gives, by separate ops."""
+    """The logits that markov_draw gives, by separate ops."""
     base = np.asarray(inputs.base).copy()
     with on(implementation):
         base[:, inputs.step] += np.asarray(products(inputs, implementation))
@@ -115,14 +137,34 @@ def test_is_lookup_product_sum_and_argmax_to_the_bit(name: str, implementation: 
 
 @implementations
 @pytest.mark.parametrize("name", SMALL)
-def test_logits_are_the_base_with_the_product_in_one_column(name: str, implementation: str) -> None:
+def test_a_token_is_drawn_from_the_base_with_the_product_in_one_column(
+    name: str, implementation: str
+) -> None:
     inputs = make_inputs(SMALL[name], seed=len(name))
     given = np.asarray(inputs.base).copy()
-    found = written_logits(inputs, implementation)
-    np.testing.assert_array_equal(found, with_sum(inputs, implementation))
+    found = drawn(inputs, implementation)
+    assert_drawn(inputs, len(name), found, implementation)
     np.testing.assert_array_equal(inputs.base, given)  # read again, so it is not changed in place
     column = given[:, inputs.step] + exact(inputs)
-    np.testing.assert_allclose(found[:, inputs.step], column, atol=1e-4)
+    np.testing.assert_allclose(found.base[:, inputs.step], column, atol=1e-4)
+
+
+@implementations
+def test_a_token_depends_on_each_part_of_its_draw_and_a_greedy_one_on_none(
+    implementation: str,
+) -> None:
+    inputs, given = make_inputs(SMALL["eight rows"], seed=9), draw_arguments(8, seed=9)
+    tokens, greedy = drawn(inputs, implementation).token, np.asarray(given["temperature"]) == 0
+    for change in (
+        {"temperature": given["temperature"] * 50},
+        {"keys": given["keys"] + 1},
+        {"position": given["position"] + 1},
+        {"stream": given["stream"] + 1},
+    ):
+        changed = replace(inputs, draw=Draw.of(**{**given, **change}))
+        other = drawn(changed, implementation).token
+        assert (other != tokens).any(), change
+        np.testing.assert_array_equal(other[greedy], tokens[greedy])
 
 
 def test_what_is_left_of_rounding_has_ties_and_depends_on_the_order() -> None:
@@ -134,9 +176,9 @@ def test_what_is_left_of_rounding_has_ties_and_depends_on_the_order() -> None:
 
 
 @needs_mosaic
-@pytest.mark.parametrize("rows", [1, slow(24)])
+@pytest.mark.parametrize("rows", [1, 16, slow(24)])
 @pytest.mark.parametrize("blocks", [1, 2, 3])
-def test_a_block_of_many_tiles_keeps_the_first_of_the_largest_and_writes_all(
+def test_a_block_of_many_tiles_keeps_the_first_of_the_best_and_writes_all(
     rows: int, blocks: int
 ) -> None:
     """More tiles than base logits are copied ahead, and fewer slots than tiles of W2."""
@@ -149,9 +191,9 @@ def test_a_block_of_many_tiles_keeps_the_first_of_the_largest_and_writes_all(
     with interpreted(races=True):
         found = np.asarray(mosaic_gpu.markov_argmax(inputs, tuning=tuning))
     with interpreted(races=True):
-        written = np.asarray(mosaic_gpu.markov_logits(inputs, tuning=tuning))
+        step = Step(*mosaic_gpu.markov_draw(inputs, tuning=tuning))
     np.testing.assert_array_equal(found, expected(inputs, "mosaic_gpu"))
-    np.testing.assert_array_equal(written, with_sum(inputs, "mosaic_gpu"))
+    assert_drawn(inputs, blocks, jax.tree.map(np.asarray, step), "mosaic_gpu")
 
 
 ODD = {
@@ -173,7 +215,13 @@ def test_of_equal_logits_the_first_counts_and_nan_never(implementation: str) -> 
     for row, change in enumerate(ODD.values()):
         base = base.at[row, inputs.step].set(change(base[row, inputs.step]))
     inputs = replace(inputs, base=base, table=jnp.zeros_like(inputs.table))
-    np.testing.assert_array_equal(written_logits(inputs, implementation), base)
+    found = drawn(inputs, implementation)
+    np.testing.assert_array_equal(found.base, base)
+    assert_drawn(inputs, 3, found, implementation)
+    assert inputs.draw is not None
+    greedy = replace(inputs.draw, temperature=jnp.zeros_like(inputs.draw.temperature))
+    cold = drawn(replace(inputs, draw=greedy), implementation)
+    assert cold.token.tolist() == [0, 0, 0, 150, 0, 70, 63]
     assert run(inputs, implementation).tolist() == [0, 0, 0, 150, 0, 70, 63]
 
 
@@ -183,13 +231,16 @@ def test_an_id_outside_w1_reads_the_nearest_row(implementation: str) -> None:
     outside = replace(inputs, token=jnp.array([96, -1, 2**31 - 1, -(2**31)], jnp.int32))
     nearest = replace(inputs, token=jnp.array([95, 0, 95, 0], jnp.int32))
     np.testing.assert_array_equal(run(outside, implementation), run(nearest, implementation))
-    np.testing.assert_array_equal(
-        written_logits(outside, implementation), written_logits(nearest, implementation)
-    )
+    for found, same in zip(
+        drawn(outside, implementation), drawn(nearest, implementation), strict=True
+    ):
+        np.testing.assert_array_equal(found, same)
 
 
 FITS = make_inputs(Shape(2, 64, 128, tokens=96), seed=0)
-STRUCT = jax.ShapeDtypeStruct
+assert FITS.draw is not None
+FITS_DRAW: Any = FITS.draw
+STRUCT: Any = jax.ShapeDtypeStruct
 DOES_NOT_FIT = {
     "base, token, table and weight: expected [rows, steps, vocab], [rows], [tokens, rank] and "
     "[rank, vocab], got (2, 128), (2,), (96, 64), (64, 128)": {
@@ -209,11 +260,15 @@ DOES_NOT_FIT = {
     "table: expected bfloat16 [96, 64], got bfloat16 [96, 32]": {
         "table": STRUCT((96, 32), jnp.bfloat16)
     },
+    "temperature: expected float32 [64], got float32 [2]": {
+        "draw": replace(FITS_DRAW, temperature=STRUCT((2,), jnp.float32))
+    },
+    "keys: expected uint32 [2, 64], got int32 [2]": {"draw": replace(FITS_DRAW, keys=FITS.token)},
     "implementation: expected one of reference, mosaic_gpu, got 'fast'": {"implementation": "fast"},
 }
 
 
-@pytest.mark.parametrize("op", [markov_argmax, markov_logits])
+@pytest.mark.parametrize("op", [markov_argmax, markov_draw])
 @pytest.mark.parametrize("message", DOES_NOT_FIT)
 def test_what_does_not_fit_is_an_error(message: str, op: Any) -> None:
     with pytest.raises(ValueError) as error:
@@ -250,7 +305,12 @@ def test_the_kernel_takes_real_shapes(name: str) -> None:
     assert unsupported(arrays) is None
 
 
-@pytest.mark.parametrize("op", [markov_argmax, markov_logits])
+def test_a_draw_needs_what_to_draw_with() -> None:
+    with pytest.raises(ValueError, match="^draw: expected what the token is drawn with, got None$"):
+        markov_draw(replace(FITS, draw=None))
+
+
+@pytest.mark.parametrize("op", [markov_argmax, markov_draw])
 def test_the_kernels_need_a_gpu(op: Any) -> None:
     if jax.default_backend() == "gpu":
         pytest.skip("there is one here")
@@ -261,8 +321,8 @@ def test_the_kernels_need_a_gpu(op: Any) -> None:
 
 def test_bytes_are_w2_and_each_rows_part_of_w1_logits_and_tokens() -> None:
     assert bytes_moved(Shape(3, 64, 128)) == 2 * 64 * 128 + 3 * (2 * 64 + 4 * 128 + 8)
-    written = bytes_moved(Shape(3, 64, 128), op="markov_logits")
-    assert written == 2 * 64 * 128 + 3 * (2 * 64 + 2 * 4 * 128 + 4)
+    drawn = bytes_moved(Shape(3, 64, 128), op="markov_draw")
+    assert drawn == 2 * 64 * 128 + 3 * (2 * 64 + 2 * 4 * 128 + 8 + 12)
 
 
 # ---- on the device
@@ -271,13 +331,17 @@ def test_bytes_are_w2_and_each_rows_part_of_w1_logits_and_tokens() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", SHAPES | SMALL)
 def test_is_lookup_product_sum_and_argmax_to_the_bit_on_the_gpu(name: str) -> None:
-    """At each step of the block, and where tokens depend on the last bits of the products."""
+    """At each step of the block, and where tokens depend on the last bits of the products.
+
+    Tokens of a draw are those of gumbel_sample's kernel.
+    """
     shape = (SHAPES | SMALL)[name]
     inputs = make_inputs(shape, seed=4)
     for step in range(shape.steps):
         inputs = replace(inputs, step=jnp.int32(step))
         np.testing.assert_array_equal(run(inputs), separately(inputs, "mosaic_gpu"))
-        np.testing.assert_array_equal(written_logits(inputs), with_sum(inputs, "mosaic_gpu"))
+        assert_drawn(inputs, 4, drawn(inputs), "mosaic_gpu")
     assert_largest(inputs, run(inputs))
     inputs = of_rounding(inputs)
     np.testing.assert_array_equal(run(inputs), separately(inputs, "mosaic_gpu"))
+    assert_drawn(inputs, 4, drawn(inputs), "mosaic_gpu")

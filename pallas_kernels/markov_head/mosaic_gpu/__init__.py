@@ -1,4 +1,4 @@
-"""A Markov head's steps on Hopper: one kernel for each op, which separate ops need three for.
+"""A Markov head's steps on Hopper: two kernels for each op, where separate ops take four or more.
 
 The product is the matmul op's, with its rings, sums and order of summation. So logits have the
 bits that the op would write. Two things are different:
@@ -8,8 +8,8 @@ bits that the op would write. Two things are different:
 - A tile of the base logits is added to each tile of the product. Those of the next tiles are copied
   ahead, as the weights are.
 
-What becomes of a tile of logits differs: `largest` keeps its largest, and XLA compares what the
-blocks found; `written` writes it.
+What becomes of a tile of logits differs: `largest` keeps its largest, `drawn` writes it and keeps
+the largest sum with the noise. A small kernel compares what the blocks found.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.gumbel_sample.reference import highest_along
 from pallas_kernels.lowered_once import lowered_once
 from pallas_kernels.markov_head.inputs import Inputs
-from pallas_kernels.markov_head.mosaic_gpu.block import Sources, base_slots
+from pallas_kernels.markov_head.mosaic_gpu.best import first_column
+from pallas_kernels.markov_head.mosaic_gpu.block import Sources
+from pallas_kernels.markov_head.mosaic_gpu.drawn import Drawn
 from pallas_kernels.markov_head.mosaic_gpu.largest import Largest
 from pallas_kernels.markov_head.mosaic_gpu.launch import launch
-from pallas_kernels.markov_head.mosaic_gpu.written import Written
 from pallas_kernels.matmul.mosaic_gpu.sizes import Operands, Sizes
 from pallas_kernels.matmul.plan import (
     MAX_SMEM,
@@ -71,9 +71,10 @@ def tuning_of(product: Product) -> Tuning | None:
         return None
     padded = product.rows
     tile = 4 * TILE_N * padded
-    # In place of the product's result: W1's rows, the ring of base logits, `largest`'s two tiles,
-    # and a KB for each small array.
-    more = 2 * padded * product.depth + (base_slots(padded) + 2 - 1) * tile + 4 * 1024
+    # In place of the product's result: W1's rows, the ring of base logits or, with fewer slots, two
+    # tiles that `largest` keeps, and a KB for each small array.
+    tiles = max(Largest.slots(padded) + 2, Drawn.slots(padded))
+    more = 2 * padded * product.depth + (tiles - 1) * tile + 8 * 1024
     for stages in range(tuning.stages, 1, -1):
         fewer = replace(tuning, stages=stages)
         if smem_bytes(product, fewer) + more <= MAX_SMEM:
@@ -87,17 +88,17 @@ def markov_argmax(inputs: Inputs, *, tuning: Tuning | None = None) -> jax.Array:
     """Run the op; see pallas_kernels.markov_head.markov_argmax."""
     sizes, operands, sources = _arguments(inputs, tuning)
     found = launch(sizes, operands, sources, inputs.rows, Largest)
-    return highest_along((found.value[:, : inputs.rows], found.id[:, : inputs.rows]), 0)[1]
+    return first_column(found, sizes, inputs.rows)
 
 
 @lowered_once(static_argnames="tuning")
-def markov_logits(inputs: Inputs, *, tuning: Tuning | None = None) -> jax.Array:
-    """Run the op; see pallas_kernels.markov_head.markov_logits."""
+def markov_draw(inputs: Inputs, *, tuning: Tuning | None = None) -> tuple[jax.Array, jax.Array]:
+    """Run the op; see pallas_kernels.markov_head.markov_draw."""
     sizes, operands, sources = _arguments(inputs, tuning)
     # The array is updated in place: the kernel takes a reference to it.
     base = jax.new_ref(sources.base)
-    launch(sizes, operands, sources._replace(base=base), inputs.rows, Written)
-    return jax.freeze(base)
+    found = launch(sizes, operands, sources._replace(base=base), inputs.rows, Drawn)
+    return jax.freeze(base), first_column(found, sizes, inputs.rows)
 
 
 def _arguments(
@@ -107,5 +108,12 @@ def _arguments(
     tuning = tuning or tuning_of(product)
     assert tuning is not None  # the public ops have checked `unsupported`
     operands = Operands(None, (inputs.weight,), squares=None, bias=None, residual=None, gain=None)
-    sources = Sources(inputs.base, inputs.step.reshape(1), inputs.token, inputs.table)
+    sources = Sources(
+        inputs.base,
+        inputs.step.reshape(1),
+        inputs.token,
+        inputs.table,
+        None if inputs.draw is None else inputs.draw.temperature,
+        None if inputs.draw is None else inputs.draw.keys,
+    )
     return Sizes(product, tuning), operands, sources

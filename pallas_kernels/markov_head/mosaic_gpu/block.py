@@ -28,12 +28,19 @@ LAYOUT = plgpu.Layout.TILED(
 
 
 class Sources(NamedTuple, Generic[T]):
-    """What the kernel reads beside W2; see Inputs. step: int32 [1]"""
+    """What the kernel reads beside W2; see Inputs.
+
+    step:        int32 [1]
+    temperature: None without a draw
+    keys:        None without a draw
+    """
 
     base: T
     step: T
     token: T
     table: T
+    temperature: T | None
+    keys: T | None
 
 
 class Memory(NamedTuple, Generic[T]):
@@ -54,9 +61,9 @@ class Memory(NamedTuple, Generic[T]):
     base_ready: Barrier
 
 
-def memory_of(sizes: Sizes, rows: int, ending: Any) -> Memory[pl.MemoryRef]:
-    """Return the memory of a block, for this number of rows."""
-    tuning, slots = sizes.tuning, base_slots(sizes.padded)
+def memory_of(sizes: Sizes, rows: int, slots: int, ending: Any) -> Memory[pl.MemoryRef]:
+    """Return the memory of a block, for this number of rows and slots of base logits."""
+    tuning = sizes.tuning
     steps = sizes.steps * tuning.warpgroups
     return Memory(
         rows=plgpu.SMEM((steps, sizes.padded, tuning.tile_k), sizes.product.x.dtype),
@@ -67,17 +74,14 @@ def memory_of(sizes: Sizes, rows: int, ending: Any) -> Memory[pl.MemoryRef]:
     )
 
 
-def base_slots(padded: int) -> int:
-    """Return the slots of the ring of base logits. Tiles of many rows are larger."""
-    return 4 if padded <= 16 else 2
-
-
 @dataclass(frozen=True)
 class Block:
     """A warpgroup of a block, in the kernel.
 
     tiles_here: tiles of the block
     step:       of the base logits
+    rows:       that are not padding
+    slots:      of the ring of base logits
     """
 
     ring: Ring
@@ -85,12 +89,14 @@ class Block:
     memory: Memory[Ref]
     tiles_here: jax.Array
     step: jax.Array
+    rows: int
+    slots: int
 
-    def look_up(self, rows: int) -> None:
+    def look_up(self) -> None:
         """Start the copies of W1's rows: a warpgroup's part of the depth."""
         ring, sources, memory = self.ring, self.sources, self.memory
         last = sources.table.shape[0] - 1
-        tokens = [jnp.clip(sources.token[row], 0, last) for row in range(rows)]
+        tokens = [jnp.clip(sources.token[row], 0, last) for row in range(self.rows)]
 
         @pl.loop(0, ring.sizes.steps)
         def _step(i: jax.Array) -> None:
@@ -138,11 +144,6 @@ class Block:
     def slot(self, index: Index) -> jax.Array:
         """Return the slot of tile `index` in the ring of base logits."""
         return lax.rem(jnp.int32(index), self.slots)
-
-    @property
-    def slots(self) -> int:
-        """Slots of the ring."""
-        return base_slots(self.ring.sizes.padded)
 
     def logits(self, index: jax.Array, added: jax.Array) -> jax.Array:
         """Return tile `index` of the logits, float32 [padded rows, TILE_N].

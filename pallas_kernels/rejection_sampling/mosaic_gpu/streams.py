@@ -9,7 +9,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import noise, piece_noise
+from pallas_kernels import noise, register_noise
 from pallas_kernels.rejection_sampling.mosaic_gpu.launch import Problem, Refs, first_id
 
 
@@ -46,4 +46,4 @@ def recover_noise(problem: Problem, refs: Refs, request: jax.Array, piece: jax.A
         else recover_key(problem, refs, request)
     )
     token_ids = problem.draw.indices(piece, first_id(problem, refs))
-    return piece_noise.gumbel(problem.draw, key, token_ids)
+    return register_noise.gumbel(problem.draw.layout, key, token_ids)
