@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.typing import DTypeLike
 
 
@@ -30,5 +29,6 @@ def rounded_division(x: jax.Array, divisor: jax.Array) -> jax.Array:
     """Return x / divisor, correctly rounded.
 
     XLA multiplies by the inverse where it sees a broadcast, so the bits would depend on the shape.
+    A select by x hides the broadcast, and takes no array of x's size. NaN is not divided.
     """
-    return x / lax.optimization_barrier(jnp.broadcast_to(divisor, x.shape))
+    return x / jnp.where(x == x, divisor, 1.0)

@@ -13,7 +13,7 @@ import pytest
 
 from pallas_kernels import attention, latent_attention, latent_cache, rope_cache
 from pallas_kernels.attention import shapes as attention_shapes
-from pallas_kernels.dtypes import wider
+from pallas_kernels.dtypes import rounded_division, wider
 from pallas_kernels.latent_attention import shapes as latent_attention_shapes
 from pallas_kernels.latent_cache import shapes as latent_cache_shapes
 from pallas_kernels.rope_cache import shapes as rope_cache_shapes
@@ -52,6 +52,19 @@ def assert_equal(got: jax.Array, expected: jax.Array) -> None:
     """To the bit, dtype included; unwritten cache slots are NaN in both."""
     assert got.dtype == expected.dtype
     np.testing.assert_array_equal(*(np.asarray(x.astype(FLOAT32)) for x in (got, expected)))
+
+
+@pytest.mark.parametrize("shape", [(64, 1), (512,), ()], ids=str)
+def test_division_is_rounded_once_whatever_is_broadcast(shape: tuple[int, ...]) -> None:
+    """XLA multiplies by the inverse where it sees a broadcast."""
+    rng = np.random.default_rng(len(shape))
+    x = rng.normal(size=(64, 512)).astype(np.float32)
+    x[:3, 0] = np.nan, np.inf, 0.0
+    divisor = np.abs(rng.normal(size=shape)).astype(np.float32)
+    expected = x / divisor
+    np.testing.assert_array_equal(jax.jit(rounded_division)(x, divisor), expected)
+    plain = jax.jit(lambda x, divisor: x / divisor)(x, divisor)
+    assert (np.nan_to_num(plain) != np.nan_to_num(expected)).any()
 
 
 def test_the_wider_dtype_has_more_bits() -> None:
