@@ -26,9 +26,9 @@ def narrowed(x: jax.Array, dtype: DTypeLike) -> jax.Array:
 
 
 def rounded_division(x: jax.Array, divisor: jax.Array) -> jax.Array:
-    """Return x / divisor, correctly rounded.
+    """Return x / divisor by a division, as kernels do, and not by a product with the inverse.
 
     XLA multiplies by the inverse where it sees a broadcast, so the bits would depend on the shape.
-    A select by x hides the broadcast, and takes no array of x's size. NaN is not divided.
+    A select by x hides the broadcast, and takes no array of x's size. NaN stays NaN.
     """
     return x / jnp.where(x == x, divisor, 1.0)

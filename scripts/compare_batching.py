@@ -53,7 +53,7 @@ def main(
     """Compare the tokens of requests in a batch with those of the same requests alone.
 
     With --batch-invariant or in float32, exit with 1 if more than 1 in 64 requests differ, and at
-    T = 0 also if one differs by more than a tie.
+    T = 0 also if one differs by more than a tie. In fp8, float32 keeps bits on a CPU alone.
     """
     dataset, temperature = options.dataset, options.temperature
     texts = (read_prompts(dataset) if dataset is not None else list(DEMO))[: options.num_prompts]

@@ -169,7 +169,7 @@ def draw_block(
         jnp.ones(batch, jnp.float32) if has_threshold else None,
         jnp.zeros(batch, jnp.int32) if has_threshold else None,
     )
-    # The kernel writes into logits that the proposal keeps, and stands for gumbel_sample's kernel.
+    # The kernel writes into logits that the proposal keeps, and takes the place of gumbel_sample's.
     has_kernel = in_place and cfg.ops.gumbel_sample != "reference"
     draw = draw_of_steps(cfg, context) if has_kernel else None
     step = partial(draw_step, cfg, params, context, hidden, None if in_place else base, draw)
@@ -196,7 +196,7 @@ def draw_step(
     """Draw draft `step` from its row of hidden [batch, K, D] and base [batch, K, draft_vocab].
 
     base: None if the carried proposal holds it
-    draw: of a Markov head's kernel; None if there is none that draws
+    draw: for the kernel of a Markov head, where one runs; None: gumbel_sample draws
     """
     draft = families.block(cfg.draft)
     family = families.block_family(draft)

@@ -91,7 +91,7 @@ def with_margins(
     outputs: Sequence[Decoded],
     found: Sequence[Difference],
     *,
-    cache_dtype: DTypeLike = jnp.float32,
+    cache_dtype: DTypeLike,
 ) -> list[Difference]:
     """Return the differences with their margins.
 

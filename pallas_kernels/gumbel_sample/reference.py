@@ -26,7 +26,7 @@ def gumbel_sample(inputs: Inputs) -> jax.Array:
 def scores(
     logits: jax.Array, temperature: jax.Array, key: noise.Key, token_ids: jax.Array
 ) -> jax.Array:
-    """Return float32 [rows, vocab], whose largest of a row is its token; NaN becomes -inf.
+    """Return scores float32 [rows, vocab]: a row's token is its highest. NaN becomes -inf.
 
     key: two words uint32 [rows, 1]
     """

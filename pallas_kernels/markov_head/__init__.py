@@ -42,9 +42,10 @@ def markov_argmax(inputs: Inputs, *, implementation: str = "reference") -> jax.A
 
 
 def markov_draw(inputs: Inputs, *, implementation: str = "reference") -> Step:
-    """Return base with table[token] @ weight added to base[:, step], and a token drawn from it.
+    """Return base with table[token] @ weight added to base[:, step], and a token drawn from there.
 
-    The token is gumbel_sample's of base[:, step]. The kernel changes base in place where it is not
+    The token is the one that gumbel_sample draws from the new base[:, step], at offset `step`. The
+    kernel changes base in place where it is not
     read again. Its product has the bits of the matmul op's kernel, and its noise those of
     gumbel_sample's.
 

@@ -60,22 +60,15 @@ def test_two_launches_without_spills(name: str) -> None:
     )
 
 
-def arithmetic(ptx: str) -> set[str]:
-    """The multiplications, quotients and truncated sums of a logarithm and a temperature, with
-    their constants."""
-    found = re.findall(r"\b((?:fma|mul)\.rn\.f32|div\.\w+\.f32|sub\.rz\.f32)\s([^;]*);", ptx)
-    return {" ".join([name, *re.findall(r"0f\w+", operands)]) for name, operands in found}
-
-
 def test_logarithms_and_the_quotient_are_xlas(tmp_path: Path) -> None:
     """Of the same bits: then kernel and reference round alike, and their tokens are equal to the
     last tie."""
     name = "llama3-8b draft, batch 64"
     compiled(name, "reference", {"xla_dump_to": str(tmp_path), "xla_dump_emitter_re": ".*"})
-    reference = arithmetic("".join(path.read_text() for path in tmp_path.glob("*.ptx")))
+    reference = h200.arithmetic("".join(path.read_text() for path in tmp_path.glob("*.ptx")))
     with mock.patch.dict(os.environ, {"MOSAIC_GPU_DUMP_PTX": "1"}), h200.ptxas_report() as printed:
         compiled(name, "mosaic_gpu")
-        kernel = arithmetic(printed())
+        kernel = h200.arithmetic(printed())
     assert "div.full.f32" in kernel and len(kernel) > 20
     # A subnormal's log: x 2^23, of x or of -x.
     signless = lambda ops: {op.replace("0fCB000000", "0f4B000000") for op in ops}  # noqa: E731

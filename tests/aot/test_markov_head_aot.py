@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import functools
+import os
 import re
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import jax
+import jax.numpy as jnp
 import pytest
 
+from pallas_kernels import gumbel_sample
 from pallas_kernels.markov_head import Inputs, markov_argmax, markov_draw
 from pallas_kernels.markov_head.shapes import SHAPES, Shape, make_inputs
 from tests.support import h200
@@ -43,3 +48,25 @@ def test_is_two_kernels_without_spills(name: str, op: Any) -> None:
     entry = hlo[hlo.index("ENTRY") :]
     found = re.findall(r" (fusion|custom-call|copy|gather|reduce|pad|slice)\(", entry)
     assert found == ["custom-call"] * 2
+
+
+def test_noise_is_made_by_the_instructions_of_gumbel_sample() -> None:
+    """Which are XLA's (test_gumbel_aot.py), so both draw the same tokens."""
+    inputs = jax.eval_shape(lambda: make_inputs(SHAPES["qwen3-8b rows 16"], seed=0))
+    struct, rows, vocab = jax.ShapeDtypeStruct, inputs.rows, inputs.weight.shape[1]
+    alone = gumbel_sample.Inputs(
+        logits=struct((rows, vocab), jnp.float32),
+        temperature=struct((rows,), jnp.float32),
+        keys=struct((rows, 2), jnp.uint32),
+        position=struct((rows,), jnp.int32),
+        offset=struct((), jnp.int32),
+        stream=1,
+    )
+    made = []
+    for op, given in ((markov_draw, inputs), (gumbel_sample.gumbel_sample, alone)):
+        run = functools.partial(op, implementation="mosaic_gpu")
+        dumping = mock.patch.dict(os.environ, {"MOSAIC_GPU_DUMP_PTX": "1"})
+        with dumping, h200.ptxas_report() as printed:
+            h200.compile_for_h200(run, given)
+            made.append(h200.arithmetic(printed()))
+    assert made[0] == made[1] and "div.full.f32" in made[0] and len(made[0]) > 20

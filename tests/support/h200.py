@@ -153,6 +153,13 @@ def stack_and_spills(report: str) -> list[tuple[int, int, int]]:
     return [(int(stack), int(stores), int(loads)) for stack, stores, loads in found]
 
 
+def arithmetic(ptx: str) -> set[str]:
+    """The multiplications, quotients and truncated sums of a logarithm and a temperature, with
+    their constants."""
+    found = re.findall(r"\b((?:fma|mul)\.rn\.f32|div\.\w+\.f32|sub\.rz\.f32)\s([^;]*);", ptx)
+    return {" ".join([name, *re.findall(r"0f\w+", operands)]) for name, operands in found}
+
+
 def lower_for_h200(
     function: Any, *args: Any, static_argnums: Any = (), donate_argnums: Any = ()
 ) -> Any:

@@ -48,6 +48,7 @@ def test_the_margin_is_that_of_the_targets_logits_after_the_shared_text() -> Non
         model.params["target"],
         texts,
         [Difference(1, 6, 7, 2), Difference(0, 3, 5, 40), Difference(0, 9, 1, None)],
+        cache_dtype=jnp.float32,
     )
     assert found[2] == Difference(0, 9, 1, None) and not found[2].is_tie
     for d in found[:2]:

@@ -71,8 +71,8 @@ def tuning_of(product: Product) -> Tuning | None:
         return None
     padded = product.rows
     tile = 4 * TILE_N * padded
-    # In place of the product's result: W1's rows, the ring of base logits or, with fewer slots, two
-    # tiles that `largest` keeps, and a KB for each small array.
+    # In place of the product's result: W1's rows; the ring of base logits, or `largest`'s shorter
+    # ring and the two tiles that it keeps; and a KB for each group of barriers.
     tiles = max(Largest.slots(padded) + 2, Drawn.slots(padded))
     more = 2 * padded * product.depth + (tiles - 1) * tile + 8 * 1024
     for stages in range(tuning.stages, 1, -1):

@@ -48,7 +48,7 @@ class Memory(NamedTuple, Generic[T]):
 
     rows:   W1's rows, [steps, padded rows, tile_k]
     base:   a ring of tiles of the base logits
-    ending: what the ending's memory_of asks for (launch.Ending); None for nothing
+    ending: what the ending's memory_of asks for (launch.Ending)
 
     rows_ready: for each warpgroup: its part of the rows has arrived
     base_ready: for each slot of the ring

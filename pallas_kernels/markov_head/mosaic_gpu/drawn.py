@@ -2,8 +2,8 @@
 
 The first warpgroup adds a tile's product to its base logits, in their slot, and copies them out of
 it. Warpgroups that multiply nothing score the tile, some rows each. They make a tile's noise while
-its weights arrive, so its arithmetic takes no time of its own. A slot is filled anew when its tile
-has left and is scored.
+its weights arrive, so the noise takes no extra time. A slot is filled anew when its tile has left
+and is scored.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ class Drawn:
     def helpers(sizes: Sizes) -> int:
         """Return one for 8 rows, and two for more.
 
-        With six warpgroups in all, the kernel spills registers for 64 rows. With five, of a rank of
-        192, it spills 172 bytes a thread.
+        Four beside two that multiply would spill registers for 64 rows. Two beside three (a rank of
+        192) spill 172 bytes a thread.
         """
         return 1 if sizes.padded == 8 else 2
 
@@ -74,7 +74,7 @@ class Drawn:
         )
 
     def begin(self) -> None:
-        """Fill the ring but for the slots of tiles that are not scored yet."""
+        """Fill all slots but LAG, which `take` fills."""
         for index in range(self.block.slots - LAG):
             self.block.load_base(index)
 
@@ -92,7 +92,7 @@ class Drawn:
         plgpu.barrier_arrive(self.ready.logits.at[slot])
 
     def end(self) -> None:
-        """Wait for the scores of the last tiles. launch waits for the copies."""
+        """Wait for the scores of the last tiles: the interpreter wants each arrival awaited."""
         for i in range(LAG):
             self._wait_for_scores(self.block.tiles_here - LAG + i)
 

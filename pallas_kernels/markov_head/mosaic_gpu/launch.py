@@ -41,7 +41,7 @@ class Ending(Protocol):
 
     @staticmethod
     def memory_of(sizes: Sizes) -> Any:
-        """Return the shared memory that it keeps something in."""
+        """Return its shared memory and barriers."""
         ...
 
     def begin(self) -> None:
@@ -87,12 +87,12 @@ def launch(
 
         def wait_and_make() -> tuple[Block, Ending]:
             if sizes.pdl:
-                plgpu.griddepcontrol_wait()  # weights do not depend on the kernel before
+                plgpu.griddepcontrol_wait()
             block = Block(ring, sources, memory, tiles_here, sources.step[0], rows, slots)
             return block, kind(block, memory.ending, results)
 
         def multiply_tiles() -> None:
-            ring.fill_weights(turns)
+            ring.fill_weights(turns)  # the rest depends on the kernel before
             block, ending = wait_and_make()
             block.look_up()
             pl.when(wg == 0)(ending.begin)

@@ -16,7 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.mosaic.gpu import fragmented_array as fa
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.fp8_matmul.rows import rounded_division
+from pallas_kernels.dtypes import rounded_division
 from pallas_kernels.fp8_matmul.weight import BLOCK, DTYPE, LARGEST
 from pallas_kernels.hopper import interpreting
 from pallas_kernels.moe.mosaic_gpu.tuning import TILE_N
