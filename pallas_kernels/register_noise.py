@@ -33,6 +33,13 @@ def gumbel(layout: Layout, key: noise.Key, token_ids: jax.Array) -> jax.Array:
     )
 
 
+def noisy(logits: jax.Array, temperature: jax.Array, gumbel: jax.Array) -> jax.Array:
+    """Return logits / temperature + gumbel in a kernel; a quotient of NaN counts as -inf."""
+    # As in XLA's kernel, nothing fuses the quotient with the sum.
+    scaled = logits / temperature
+    return jnp.where(scaled == scaled, scaled, -jnp.inf) + gumbel
+
+
 def _libdevice(layout: Layout, function: Callable[[Any], Any], x: jax.Array) -> jax.Array:
     """Apply XLA's own logarithms.
 

@@ -9,11 +9,10 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.hopper import interpreting
 from pallas_kernels.pieces import combine_maximum
 from pallas_kernels.types import Ref
+from pallas_kernels.warpgroup_kernel import launch
 
 
 def first_of_highest(
@@ -24,24 +23,11 @@ def first_of_highest(
     best: float32 [rows or more, a multiple of 128], index: int32 of the same shape; a row has
         `count` results
     """
-    pdl = not interpreting()  # the interpreter does not know dependent launches
 
-    def body(best_ref: Ref, index_ref: Ref, result_ref: Ref) -> None:
-        if pdl:
-            plgpu.griddepcontrol_wait()
+    def combine(best_ref: Ref, index_ref: Ref, result_ref: Ref) -> None:
         row = lax.axis_index("block")
         result_ref[row] = combine_maximum(best_ref, index_ref, row, count)[1]
 
-    kernel = plgpu.kernel(
-        body,
-        out_type=(jax.ShapeDtypeStruct((rows,), jnp.int32),),
-        grid=(rows,),
-        grid_names=("block",),
-        kernel_name=name,
-        compiler_params=plgpu.CompilerParams(
-            unsafe_no_auto_barriers=True,  # no memory is both read and written
-            lowering_semantics=plgpu.LoweringSemantics.Lane,
-        ),
-    )
-    (result,) = kernel(best, index)
+    result_type = jax.ShapeDtypeStruct((rows,), jnp.int32)
+    (result,) = launch(name, combine, rows, (best, index), (result_type,))
     return result

@@ -23,12 +23,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import noise, register_noise
 from pallas_kernels.gumbel_sample.inputs import Inputs
-from pallas_kernels.hopper import interpreting
 from pallas_kernels.lowered_once import lowered_once
 from pallas_kernels.pieces import LANES, Pieces, combine_maximum, cut, store_maximum
 from pallas_kernels.row_maximum import first_of_highest
 from pallas_kernels.types import Ref
 from pallas_kernels.vocab_shards import first_highest
+from pallas_kernels.warpgroup_kernel import launch
 
 Score = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]  # of piece, logits, indices
 
@@ -125,10 +125,8 @@ def gumbel_sample(inputs: Inputs, *, tuning: Tuning | None = None) -> jax.Array:
                     ids = pieces.load(ids_ref, piece, first_id)
                 elif first_id is not None:
                     ids = ids + first_id
-                scaled = values / heat
-                # As in XLA's kernel, nothing fuses the quotient with the sum.
-                scaled = jnp.where(scaled == scaled, scaled, -jnp.inf)
-                return scaled + register_noise.gumbel(pieces.layout, key, ids)
+                gumbel = register_noise.gumbel(pieces.layout, key, ids)
+                return register_noise.noisy(values, heat, gumbel)
 
             search(score)
 
@@ -148,42 +146,12 @@ def gumbel_sample(inputs: Inputs, *, tuning: Tuning | None = None) -> jax.Array:
         inputs.token_ids,
         first,
     )
-    best = jax.ShapeDtypeStruct((rows, LANES), jnp.float32)
-    index = jax.ShapeDtypeStruct((rows, LANES), jnp.int32)
-    best, index = _launch(draw, rows * count, operands, (best, index))
+    types = [jax.ShapeDtypeStruct((rows, LANES), dtype) for dtype in (jnp.float32, jnp.int32)]
+    best, index = launch("gumbel_draw", draw, rows * count, operands, types)
     if shards.is_whole:
         return first_of_highest(best, index, count, rows=rows, name="gumbel_combine")
-    (words,) = _launch(
-        combine_piece, rows, (best, index, first), (jax.ShapeDtypeStruct((rows, 2), jnp.int32),)
-    )
+    types = [jax.ShapeDtypeStruct((rows, 2), jnp.int32)]
+    (words,) = launch("gumbel_combine_piece", combine_piece, rows, (best, index, first), types)
     words = shards.gather_words(words)
     values = lax.bitcast_convert_type(words[..., 0], jnp.float32)
     return first_highest(values, words[..., 1])[1]
-
-
-def _launch(
-    body: Callable[..., None],
-    grid: int,
-    operands: tuple[jax.Array | None, ...],
-    outputs: tuple[jax.ShapeDtypeStruct, ...],
-) -> tuple[jax.Array, ...]:
-    """Run body(*input and output refs) in every block of the grid, one warpgroup each."""
-    pdl = not interpreting()  # the interpreter does not know dependent launches
-
-    def kernel(*refs: Ref | None) -> None:
-        if pdl:
-            plgpu.griddepcontrol_wait()
-        body(*refs)
-
-    call = plgpu.kernel(
-        kernel,
-        out_type=outputs,
-        grid=(grid,),
-        grid_names=("block",),
-        kernel_name=f"gumbel_{body.__name__}",
-        compiler_params=plgpu.CompilerParams(
-            unsafe_no_auto_barriers=True,  # no memory is both read and written by a kernel
-            lowering_semantics=plgpu.LoweringSemantics.Lane,
-        ),
-    )
-    return call(*operands)

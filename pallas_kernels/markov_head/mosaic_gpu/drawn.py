@@ -126,17 +126,11 @@ class Drawn:
             logits = load(block.memory.base.at[slot, rows], LAYOUT, optimized=False)
             plgpu.commit_smem()  # all threads have read the slot
             plgpu.barrier_arrive(self.ready.scores.at[slot])
-            scores = _scores(logits, spread(temperature), gumbel)
+            heat = spread(temperature)
+            noisy = register_noise.noisy(logits, heat, gumbel)
+            scores = jnp.where(heat == 0.0, logits, noisy)
             return best.better(so_far, scores, number)
 
         nothing = best.nothing(shape, block.tile_number(0))
         found = lax.fori_loop(0, block.tiles_here, step, nothing)
         best.write(found, block, self.results, first)
-
-
-def _scores(logits: jax.Array, temperature: jax.Array, gumbel: jax.Array) -> jax.Array:
-    """Return the scores whose largest is the token; see gumbel_sample."""
-    # As in XLA's kernel, nothing fuses the quotient with the sum.
-    scaled = logits / temperature
-    scaled = jnp.where(scaled == scaled, scaled, -jnp.inf)
-    return jnp.where(temperature == 0.0, logits, scaled + gumbel)

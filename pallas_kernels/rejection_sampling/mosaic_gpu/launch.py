@@ -9,10 +9,9 @@ from typing import Any
 
 import jax
 from jax import lax
-from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
-from pallas_kernels.hopper import interpreting
+from pallas_kernels import warpgroup_kernel
 from pallas_kernels.pieces import LANES, Pieces
 from pallas_kernels.rejection_sampling.inputs import Rule
 from pallas_kernels.types import Ref
@@ -101,24 +100,18 @@ def launch(
 ) -> dict[str, jax.Array]:
     """Run body(refs, block) for every block of the grid, one warpgroup each."""
     present = {name: array for name, array in inputs.items() if array is not None}
-    pdl = not interpreting()  # the interpreter does not know dependent launches
+    names = [*present, *outputs]
 
-    def kernel(*refs: Ref) -> None:
-        if pdl:
-            plgpu.griddepcontrol_launch_dependents()
-            plgpu.griddepcontrol_wait()
-        body(Refs(**dict(zip([*present, *outputs], refs, strict=True))), lax.axis_index("block"))
+    def of_block(*refs: Ref) -> None:
+        body(Refs(**dict(zip(names, refs, strict=True))), lax.axis_index("block"))
 
-    results = plgpu.kernel(
-        kernel,
-        out_type=tuple(outputs.values()),
-        grid=(grid,),
-        grid_names=("block",),
-        kernel_name=kernel_name,
-        compiler_params=plgpu.CompilerParams(
-            approx_math=approximate,
-            unsafe_no_auto_barriers=True,  # no memory is both read and written by a kernel
-            lowering_semantics=plgpu.LoweringSemantics.Lane,
-        ),
-    )(*present.values())
+    results = warpgroup_kernel.launch(
+        kernel_name,
+        of_block,
+        grid,
+        tuple(present.values()),
+        tuple(outputs.values()),
+        launches_next=True,
+        approximate=approximate,
+    )
     return dict(zip(outputs, results, strict=True))
