@@ -43,6 +43,7 @@ def main(
             "quantize",
             "kv_cache_dtype",
             "max_num_batched_tokens",
+            "prefill_in_order",
             batch_invariant=Flag(False, names=("--batch-invariant/--batch-buckets",)),
         ),
     ],

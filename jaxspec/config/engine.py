@@ -68,12 +68,16 @@ class EngineConfig:
         num_gpu_blocks_override are those of one replica.
     enable_expert_parallel: with several devices, each holds whole experts instead of a piece of
         every expert.
+    prefill_in_order: with the Hopper kernels, the products of prompts have one order of summation
+        for all sizes of prefill calls, so that a prompt's bits do not depend on the prompts beside
+        it. XLA's products, which are faster in short calls of large models, do not promise that.
+        None: for targets below 1 GiB on each device (jaxspec.layers.op_choice).
     batch_invariant: rounds of one batch size, and prefill calls of one size, the largest, whatever
-        runs. In prefill, in rounds of more than 64 rows and without kernels, the last bits of a
-        product depend on its number of rows. In bfloat16 a request's text can therefore depend on
-        its neighbours where its logits tie. This setting prevents that, unless a preempted request
-        is prefilled again. It makes no difference in float32. A request that runs alone takes the
-        time of a full batch.
+        runs. In prefill that is not in order, in rounds of more than 64 rows and without kernels,
+        the last bits of a product depend on its number of rows. In bfloat16 a request's text can
+        therefore depend on its neighbours where its logits tie. This setting prevents that, unless
+        a preempted request is prefilled again. It makes no difference in float32. A request that
+        runs alone takes the time of a full batch.
     """
 
     max_model_len: int = setting(2048, "Tokens a request may hold, prompt included.")
@@ -117,6 +121,11 @@ class EngineConfig:
     enable_expert_parallel: bool = setting(
         False, "Give each device whole experts instead of a piece of every expert."
     )
+    prefill_in_order: bool | None = setting(
+        None,
+        "Sum the products of prompts in one order for all sizes of prefill calls. "
+        "[default: on a GPU for a target below 1 GiB a device]",
+    )
     batch_invariant: bool = setting(False, "Run programs of one batch size only.")
 
     def __post_init__(self) -> None:
@@ -128,6 +137,8 @@ class EngineConfig:
                 check_positive_int(field.name, getattr(self, field.name))
         if self.max_num_batched_tokens is not None:
             check_positive_int("max_num_batched_tokens", self.max_num_batched_tokens)
+        if self.prefill_in_order is not None:
+            _check_switch("prefill_in_order", self.prefill_in_order)
         _check_blocks(self.num_gpu_blocks_override)
         _check_compilation(self)
         set_field(

@@ -55,6 +55,7 @@ class Ops:
     layers:     the devices whose pieces of a layer's product add up to the whole
     vocabulary: the devices that share embedding and head
     is_prefill: whether the pass reads prompts
+    prefill_in_order: sum the products of such a pass in one order for any number of rows
     in_halves:  whether it reads one half of the rows, while the other half's sums are exchanged
     rows_alike: on a CPU, give a row the same bits beside few other rows as beside many. A last bit
                 may move a number to the next fp8 code, and then texts differ. Products have at
@@ -75,6 +76,7 @@ class Ops:
     layers: Group = ONE_DEVICE
     vocabulary: Group = ONE_DEVICE
     is_prefill: bool = struct.field(pytree_node=False, default=False)
+    prefill_in_order: bool = struct.field(pytree_node=False, default=False)
     in_halves: bool = struct.field(pytree_node=False, default=False)
     rows_alike: bool = struct.field(pytree_node=False, default=False)
     full_float32: bool = struct.field(pytree_node=False, default=False)

@@ -43,6 +43,7 @@ from jaxspec.engine.round_configs import GREEDY, RoundConfigs
 from jaxspec.engine.scheduler import Chunk
 from jaxspec.engine.variants import RoundShape
 from jaxspec.engine.warmup_run import WarmupRun
+from jaxspec.layers.op_choice import with_prefill_order
 from jaxspec.layers.params import Params
 from jaxspec.parallel.layout import ONE_PLACE, Placement, bytes_on_device
 from jaxspec.sampling.params import SamplingParams
@@ -79,13 +80,14 @@ class ModelRunner:
         eos_token_ids: tuple[int, ...] = (),
     ) -> None:
         self.speculative, self.config = speculative, config
+        self.weight_bytes = bytes_on_device(params["target"])
+        ops = with_prefill_order(ops, config.prefill_in_order, self.weight_bytes)
         self.num_speculative_tokens = speculative.max_k if speculative else 0
         self.adapts = speculative is not None and speculative.adapts
         self.on_gpu = jax.default_backend() == "gpu"
         self.prefill_tile = ops.prefill_tile
         self.on_compiled: Callable[[int, int], object] = report_nothing
         self.buckets = Buckets(config, self.prefill_tile, self.on_gpu)
-        self.weight_bytes = bytes_on_device(params["target"])
         self.rounds_per_step = rounds_per_step(
             config, on_gpu=self.on_gpu, weight_bytes=self.weight_bytes
         )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -48,6 +49,7 @@ logger = logging.getLogger(__name__)
 
 CHOICES = ("auto", "reference", "mosaic_gpu")
 FEW_ROWS = 8
+IN_ORDER_BELOW_BYTES = 1 << 30  # see docs/notes/prefill-products.md
 
 
 def parse(text: str, *, flag: str = "kernels") -> dict[str, str]:
@@ -130,6 +132,23 @@ def for_whole_sequences(target: TargetConfig, rows: int, dtype: DTypeLike) -> Op
     if not isinstance(cfg, AttentionConfig) or _attention(cfg, rows, of, of):
         return Ops()
     return Ops(attention="mosaic_gpu")
+
+
+def with_prefill_order(ops: Ops, wanted: bool | None, weight_bytes: int) -> Ops:
+    """Return ops that sum the products of prompts in one order for all sizes of prefill calls.
+
+    wanted:       EngineConfig.prefill_in_order
+    weight_bytes: of the target on one device; small targets have products that take as long
+    """
+    if ops.matmul == "reference":
+        if wanted and jax.default_backend() == "gpu":
+            logger.warning(
+                "prefill_in_order: expected the kernel of matmul, got plain JAX, whose products "
+                "have an order for each size of a prefill call"
+            )
+        return ops
+    in_order = weight_bytes < IN_ORDER_BELOW_BYTES if wanted is None else wanted
+    return replace(ops, prefill_in_order=in_order)
 
 
 def _rounds_to_fp8(target: TargetConfig, cache_dtype: DTypeLike) -> bool:

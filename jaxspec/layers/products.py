@@ -405,8 +405,11 @@ def _multiply(
         deferred = None
     codes = stream.rows_in_fp8(normed=norm is not None) if operands.kind is Fp8Weight else None
     assert stream.x.dtype != jnp.float8_e4m3fn or codes is not None, "codes need their scales"
+    # Few rows have one order anyway, and so have logits of many rows by codes.
+    in_order = ops.is_prefill and ops.prefill_in_order and count > FEW_ROWS
+    in_order &= operands.kind is Weight or jnp.dtype(form.out_dtype) == jnp.bfloat16
     next_gain = None
-    if following.norm is not None and residual is not None:
+    if following.norm is not None and residual is not None and not in_order:
         width = residual.shape[-1]
         if operands.shares_norm(count, width, following.norm.weights):
             next_gain = following.norm.gain
@@ -419,6 +422,7 @@ def _multiply(
         has_residual=residual is not None,
         is_normed=deferred is not None,
         prepares_norm=next_gain is not None,
+        in_order=in_order,
     )
     if implementation == "reference":
         deferred, next_gain = None, None
@@ -450,6 +454,7 @@ def _multiply(
         gain=next_gain,
         swiglu=form.swiglu,
         transposed=operands.transposed,
+        in_order=in_order,
         out_dtype=form.out_dtype,
     )
     return _run(inputs, rows, operands, ops, implementation, following, tuple(shape))
@@ -548,12 +553,13 @@ def _choose_backend(
     has_residual: bool,
     is_normed: bool,
     prepares_norm: bool,
+    in_order: bool,
 ) -> tuple[str, int]:
     """Return the op's implementation for this product, and the rows of padding it needs.
 
-    The kernels serve the few rows of a decode step, and gate and up of 128 or 256 rows. XLA
-    multiplies more rows, and widths that no kernel takes; the log says so once, with the reason. Of
-    fp8 weights, XLA multiplies more rows within the op, and kernels quantise them.
+    The kernels serve the few rows of a decode step, gate and up of 128 or 256 rows, and all rows of
+    prefill in order. XLA multiplies the others; the log says so once, with the reason. Of fp8
+    weights, XLA multiplies more rows within the op, and kernels quantise them.
     """
     rows, depth = x.shape
     if ops.matmul == "reference":  # XLA multiplies one row by a kernel of its own
@@ -568,6 +574,7 @@ def _choose_backend(
         norms=prepares_norm,
         swiglu=form.swiglu,
         transposed=operands.transposed,
+        in_order=in_order,
         out_dtype=form.out_dtype,
     )
     reason = operands.unsupported(product)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -53,27 +54,35 @@ def product_and_norm(
 
 def multiply(rows: Rows, inputs: Inputs[Fp8Weight]) -> jax.Array:
     """Return the op's result from quantised rows."""
-    return finish(inputs, [_product(rows, weight) for weight in inputs.weights])
+    splits = not inputs.in_order
+    return finish(inputs, [_product(rows, weight, splits=splits) for weight in inputs.weights])
 
 
-def _product(rows: Rows, weight: Fp8Weight) -> jax.Array:
-    """Return float32 [rows, out]."""
+def _product(rows: Rows, weight: Fp8Weight, *, splits: bool) -> jax.Array:
+    """Return float32 [rows, out]. splits: whether a great depth may have parts"""
     if weight.has_blocks or rows.scales.ndim == 2:
         return lax.platform_dependent(
             rows, weight, cpu=_scaled_before(jnp.float32), default=_scaled_before(jnp.bfloat16)
         )
-    return add_parts(products_of_parts(rows.codes, weight.codes)) * weight.scales * rows.spread()
+    parts = products_of_parts(rows.codes, weight.codes, splits=splits)
+    return add_parts(parts) * weight.scales * rows.spread()
 
 
-def products_of_parts(x: jax.Array, codes: jax.Array) -> jax.Array:
+def products_of_parts(x: jax.Array, codes: jax.Array, *, splits: bool = True) -> jax.Array:
     """Return float32 [parts, rows, width], whose sum is the product of codes.
 
-    The depth of a narrow result has several parts if it is great.
+    The depth of a narrow result of 129 to 256 rows has several parts if it is great.
+
+    splits: whether it may have them. In order it has one part, as it has with other rows
     """
     # XLA would merge two products of the same rows, up to about 150, and join their weights in
     # every call. It also merges equal barriers, so each one has its weight too.
     operands = lax.optimization_barrier((x, codes))
-    return lax.platform_dependent(*operands, cpu=_parts_of_float32, default=_parts_of_codes)
+    return lax.platform_dependent(
+        *operands,
+        cpu=partial(_parts_of_float32, splits=splits),
+        default=partial(_parts_of_codes, splits=splits),
+    )
 
 
 def add_parts(parts: jax.Array) -> jax.Array:
@@ -81,11 +90,11 @@ def add_parts(parts: jax.Array) -> jax.Array:
     return parts[0] if parts.shape[0] == 1 else parts.sum(0)
 
 
-def _parts_of_codes(x: jax.Array, codes: jax.Array) -> jax.Array:
+def _parts_of_codes(x: jax.Array, codes: jax.Array, *, splits: bool) -> jax.Array:
     (rows, depth), width, parts = x.shape, codes.shape[0], DEPTH_PARTS
     tiles = -(-rows // TILE) * -(-width // TILE)
     is_narrow = rows in SPLIT_ROWS and tiles * parts <= 2 * NUM_SMS
-    if not is_narrow or depth < parts * PART_DEPTH or depth % (parts * BLOCK):
+    if not splits or not is_narrow or depth < parts * PART_DEPTH or depth % (parts * BLOCK):
         contract = (((1,), (1,)), ((), ()))
         return lax.dot_general(x, codes, contract, preferred_element_type=jnp.float32)[None]
     by_part = x.reshape(rows, parts, -1), codes.reshape(width, parts, -1)
@@ -93,9 +102,9 @@ def _parts_of_codes(x: jax.Array, codes: jax.Array) -> jax.Array:
     return lax.dot_general(*by_part, contract, preferred_element_type=jnp.float32)
 
 
-def _parts_of_float32(x: jax.Array, codes: jax.Array) -> jax.Array:
+def _parts_of_float32(x: jax.Array, codes: jax.Array, *, splits: bool) -> jax.Array:
     # XLA's CPU products of fp8 would round their sums.
-    return _parts_of_codes(x.astype(jnp.float32), codes.astype(jnp.float32))
+    return _parts_of_codes(x.astype(jnp.float32), codes.astype(jnp.float32), splits=splits)
 
 
 def _scaled_before(dtype: jnp.dtype | type):
@@ -105,7 +114,7 @@ def _scaled_before(dtype: jnp.dtype | type):
     """
 
     def product(rows: Rows, weight: Fp8Weight) -> jax.Array:
-        x = (rows.codes.astype(jnp.float32) * rows.spread()).astype(dtype)
+        x = rows.to_array(dtype)
         return jnp.matmul(x, weight.to_array(dtype), preferred_element_type=jnp.float32)
 
     return product

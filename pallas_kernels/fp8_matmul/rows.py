@@ -8,6 +8,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 
 from pallas_kernels.dtypes import rounded_division
 from pallas_kernels.fp8_matmul.weight import BLOCK, DTYPE, LARGEST, Activation, spread
@@ -54,6 +55,10 @@ class Rows:
 
     codes: jax.Array
     scales: jax.Array
+
+    def to_array(self, dtype: DTypeLike) -> jax.Array:
+        """Return the rows' values [rows, depth], rounded to dtype."""
+        return (self.codes.astype(jnp.float32) * self.spread()).astype(dtype)
 
     def take_rows(self, start: int, stop: int) -> Rows:
         """Return some of the rows."""

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 from pallas_kernels import hopper
+from pallas_kernels import matmul as matmul_op
 from pallas_kernels.implementations import IMPLEMENTATIONS, runs_kernel
 from pallas_kernels.int4_matmul import reference
 from pallas_kernels.int4_matmul.weight import COLUMNS, DEPTHS, ZERO, Int4Weight, pack
 from pallas_kernels.matmul.inputs import Inputs
-from pallas_kernels.matmul.plan import MOST_IN_PARTS, Product
+from pallas_kernels.matmul.plan import MAX_ROWS, MOST_IN_PARTS, Product
 from pallas_kernels.matmul.reference import Result
 
 # Widest rows whose norm two products share. Each CTA sums the squares of all pieces of a row.
@@ -43,6 +47,13 @@ def int4_matmul(inputs: Inputs[Int4Weight], *, implementation: str = "reference"
 
     if not runs_kernel("int4_matmul", implementation, reason):
         return reference.int4_matmul(inputs)
+    if inputs.in_order and inputs.x.shape[0] > MAX_ROWS:
+        from pallas_kernels.int4_matmul.mosaic_gpu.decode import decode
+        from pallas_kernels.matmul.mosaic_gpu import any_rows
+
+        plain: Inputs[Any] = inputs
+        values = tuple(decode(weight) for weight in inputs.weights)
+        return any_rows.matmul(replace(plain, weights=values), decoded=True)
     from pallas_kernels.int4_matmul import mosaic_gpu
 
     return mosaic_gpu.int4_matmul(inputs)
@@ -61,8 +72,12 @@ def unsupported(product: Product) -> str | None:
     """Return why no Mosaic kernel can make this product, None if one can."""
     if reason := hopper.too_old():
         return reason
-    from pallas_kernels.int4_matmul.mosaic_gpu import plan
+    from pallas_kernels.int4_matmul.mosaic_gpu import decode, plan
 
+    if product.in_order and product.rows > MAX_ROWS:
+        reasons = (decode.unsupported(w) for w in product.weights if isinstance(w, Int4Weight))
+        found = next((reason for reason in reasons if reason is not None), None)
+        return found or matmul_op.unsupported(plan.plain(product))
     return plan.unsupported(product)
 
 

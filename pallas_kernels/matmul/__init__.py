@@ -1,8 +1,11 @@
-"""Matrix products of a decode step, fused with SwiGLU, a residual sum, and the norm between two."""
+"""Matrix products, fused with SwiGLU, a residual sum, and the norm between two of few rows."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import jax
+import jax.numpy as jnp
 
 from pallas_kernels import hopper
 from pallas_kernels.implementations import IMPLEMENTATIONS, runs_kernel
@@ -39,7 +42,10 @@ def matmul(inputs: Inputs[jax.Array], *, implementation: str = "reference") -> R
 
     if not runs_kernel("matmul", implementation, reason):
         return reference.matmul(inputs)
-    if _takes_swiglu_kernel(inputs.x.shape[0], inputs.swiglu):
+    rows = inputs.x.shape[0]
+    if inputs.in_order and rows > plan.MAX_ROWS:
+        return _in_order(inputs)
+    if inputs.swiglu and rows > plan.MAX_ROWS:
         from pallas_kernels.matmul.mosaic_gpu import many_rows_swiglu
 
         return many_rows_swiglu.swiglu(inputs)
@@ -61,13 +67,40 @@ def unsupported(product: Product) -> str | None:
     """Return why no Mosaic kernel can make this product, None if one can."""
     if reason := hopper.too_old():
         return reason
-    if _takes_swiglu_kernel(product.rows, product.swiglu):
+    if product.in_order and product.rows > plan.MAX_ROWS:
+        if _is_a_head(product):
+            parts = (plan.MAX_ROWS, product.rows % plan.MAX_ROWS or plan.MAX_ROWS)
+            reasons = (plan.unsupported(_with_rows(product, rows)) for rows in parts)
+            return next((reason for reason in reasons if reason is not None), None)
+        from pallas_kernels.matmul.mosaic_gpu import any_rows
+
+        return any_rows.unsupported(product)
+    if product.swiglu and product.rows > plan.MAX_ROWS:
         from pallas_kernels.matmul.mosaic_gpu import many_rows_swiglu
 
         return many_rows_swiglu.unsupported(product)
     return plan.unsupported(product)
 
 
-def _takes_swiglu_kernel(rows: int, swiglu: bool) -> bool:
-    """Return whether gate and up have more rows than the kernel for few rows takes."""
-    return swiglu and rows > plan.MAX_ROWS
+def _in_order(inputs: Inputs[jax.Array]) -> jax.Array:
+    """Return the product of many rows in an order that does not depend on their number."""
+    if not _is_a_head(Product.of(inputs)):
+        from pallas_kernels.matmul.mosaic_gpu import any_rows
+
+        return any_rows.matmul(inputs)
+    from pallas_kernels.matmul import mosaic_gpu
+
+    starts = range(0, inputs.x.shape[0], plan.MAX_ROWS)
+    few = replace(inputs, in_order=False)
+    parts = [mosaic_gpu.matmul(few.take_rows(i, i + plan.MAX_ROWS)) for i in starts]
+    return jnp.concatenate([part for part in parts if not isinstance(part, tuple)])
+
+
+def _is_a_head(product: Product) -> bool:
+    """Return whether the product makes logits: many rows have the order of few then."""
+    return product.out_dtype != jnp.bfloat16 or product.transposed
+
+
+def _with_rows(product: Product, rows: int) -> Product:
+    """Return the product with another number of rows."""
+    return replace(product, x=jax.ShapeDtypeStruct((rows, product.depth), product.x.dtype))

@@ -42,6 +42,9 @@ class Inputs(Generic[W]):
     swiglu:     weights are (gate, up) and the result is silu(x @ gate) * (x @ up); each of the
                 three is cast in turn
     transposed: weights are [width, depth] (a tied embedding as the head)
+    in_order:   sum the depth in order above 64 rows: a row's bits do not depend on their number.
+                A kernel does so. The order of fp8 by channels, and that of the reference, are
+                XLA's
     out_dtype:  of the result
 
     With squares and gain, an RMS norm between two products costs no pass of its own over the rows,
@@ -57,6 +60,7 @@ class Inputs(Generic[W]):
     eps: float = field(default=0.0, metadata=STATIC)
     swiglu: bool = field(default=False, metadata=STATIC)
     transposed: bool = field(default=False, metadata=STATIC)
+    in_order: bool = field(default=False, metadata=STATIC)
     out_dtype: DTypeLike = field(default=jnp.bfloat16, metadata=STATIC)
 
     def take_rows(self, start: int, stop: int) -> Inputs[W]:

@@ -12,6 +12,7 @@ When copies and launches start (programmatic dependent launch, PDL):
 | gate and up | norm or residual sum | no             | no            | yes (down)    |
 | down        | gate and up          | yes            | yes           | no            |
 | head        | norm                 | no             | no            | yes (sampler) |
+| in order    | any                  | as above       | unless decoded | gate and up  |
 
 The rule: weights first before a residual sum; launch the next kernel early after gate and up and
 after a float32 result. The kernel after any other product would occupy whatever SMs are left, and
@@ -53,9 +54,10 @@ class Product:
     """Static description of a product: shapes, dtypes, and what is fused with it.
 
     x, weights: see Inputs; only shapes and dtypes are read. residual, normed, norms, biased:
-    whether the inputs have residual, squares, gain and bias. swiglu, transposed, out_dtype: see
-    Inputs. quantises: whether the kernel makes codes of x. measures: whether each piece of the
-    result's rows, or with a gain of the result times the gain, comes with its largest magnitude.
+    whether the inputs have residual, squares, gain and bias. swiglu, transposed, in_order,
+    out_dtype: see Inputs. quantises: whether the kernel makes codes of x. measures: whether each
+    piece of the result's rows, or with a gain of the result times the gain, comes with its largest
+    magnitude.
     """
 
     x: Shaped
@@ -66,6 +68,7 @@ class Product:
     biased: bool = False
     swiglu: bool = False
     transposed: bool = False
+    in_order: bool = False
     out_dtype: DTypeLike = jnp.bfloat16
     quantises: bool = False
     measures: bool = False
@@ -81,6 +84,7 @@ class Product:
             biased=inputs.bias is not None,
             swiglu=inputs.swiglu,
             transposed=inputs.transposed,
+            in_order=inputs.in_order,
             out_dtype=inputs.out_dtype,
         )
 

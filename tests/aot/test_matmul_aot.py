@@ -16,7 +16,7 @@ import pytest
 
 from jaxspec.config import Ops
 from pallas_kernels.matmul import Inputs, matmul, plan
-from pallas_kernels.matmul.mosaic_gpu import many_rows_swiglu
+from pallas_kernels.matmul.mosaic_gpu import any_rows, many_rows_swiglu
 from pallas_kernels.matmul.shapes import SHAPES, Shape
 from tests.support import h200
 
@@ -63,6 +63,71 @@ def test_compiles_to_one_kernel_without_spills(name: str) -> None:
     assert found == [(0, 0, 0)], f"expected one kernel without spills, got {found}"
     assert len(re.findall(r"= \S+ custom-call\(", hlo)) == 1, hlo
     assert not re.findall(r"= \S+ (?:copy|fusion|transpose|concatenate|dot|pad)\(.*", hlo)
+
+
+@pytest.mark.parametrize("rows", [144, 576, 2016])
+@pytest.mark.parametrize(
+    "name", [f"{m} {p}" for m in ("llama-3-8b", "smollm2") for p in ("qkv", "o", "gate_up", "down")]
+)
+def test_a_product_in_order_is_one_kernel_that_copies_nothing(name: str, rows: int) -> None:
+    """Also where a tile has more rows than there are: its copies end with the array."""
+    shape = dataclasses.replace(SHAPES[f"{name} rows 1"], rows=rows)
+    widths = shape.widths if shape.swiglu else (shape.width,)
+    inputs = Inputs(
+        **abstract(dataclasses.replace(shape, widths=widths)), swiglu=shape.swiglu, in_order=True
+    )
+    with h200.ptxas_report() as report:
+        hlo = h200.compile_for_h200(multiply, inputs).as_text()
+        found = h200.stack_and_spills(report())
+    assert found == [(0, 0, 0)]
+    assert len(re.findall(r"= \S+ custom-call\(", hlo)) == 1, hlo
+    assert not re.findall(r"= \S+ (?:copy|fusion|transpose|concatenate|dot|pad|slice)\(.*", hlo)
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        Shape(144, 3584, (4608,), bias=True),  # Qwen2-7B's qkv
+        Shape(576, 2880, (5120,), bias=True),  # gpt-oss
+        Shape(768, 4096, (2880,), bias=True, residual=True),
+    ],
+)
+def test_biases_of_products_in_order_spill_nothing(shape: Shape) -> None:
+    with h200.ptxas_report() as report:
+        h200.compile_for_h200(multiply, Inputs(**abstract(shape), in_order=True))
+        assert h200.stack_and_spills(report()) == [(0, 0, 0)]
+
+
+@pytest.mark.parametrize("fused", [{}, {"bias": True}, {"residual": True}])
+def test_sums_are_complete_when_they_are_rounded(fused: dict[str, bool]) -> None:
+    """Two steps, whose loop LLVM unrolls: it moved the rounding before the wait for the last one,
+    and values were wrong on a GPU alone."""
+    inputs = Inputs(**abstract(Shape(128, 128, (64,), **fused)), in_order=True)
+    with mock.patch.dict(os.environ, {"MOSAIC_GPU_DUMP_PTX": "1"}), h200.ptxas_report() as report:
+        h200.compile_for_h200(multiply, inputs)
+        ptx = report()
+    last = ptx.rindex("wgmma.commit_group")
+    rounded = ptx.index("cvt.rn.bf16x2.f32", last)
+    assert "wgmma.wait_group.sync.aligned 0" in ptx[last:rounded]
+    assert "cvt.rn.bf16x2.f32" not in ptx[:last]
+
+
+@pytest.mark.parametrize("decoded", [False, True])
+@pytest.mark.parametrize("swiglu", [False, True])
+def test_decoded_weights_are_read_when_the_kernel_before_has_ended(
+    swiglu: bool, decoded: bool
+) -> None:
+    """It may have decoded them. Plain weights are read at once. Gate and up alone let the next
+    kernel start early."""
+    inputs = Inputs(**abstract(Shape(144, 256, (128,) * (1 + swiglu))), swiglu=swiglu)
+    inputs = dataclasses.replace(inputs, in_order=True)
+    with mock.patch.dict(os.environ, {"MOSAIC_GPU_DUMP_PTX": "1"}), h200.ptxas_report() as report:
+        h200.compile_for_h200(functools.partial(any_rows.matmul, decoded=decoded), inputs)
+        ptx = report()
+    first_load = re.search(r"cp\.async\.bulk\.tensor\S*\.global", ptx)
+    assert first_load is not None
+    assert ("griddepcontrol.wait" in ptx[: first_load.start()]) is decoded
+    assert ("griddepcontrol.launch_dependents" in ptx) is swiglu
 
 
 @pytest.mark.parametrize("rows", [72, 200])

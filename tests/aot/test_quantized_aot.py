@@ -305,3 +305,15 @@ def test_codes_go_from_gate_and_up_to_down_and_qkv_in_few_kernels_beside_cublas(
     assert entry.count('"__cublas$lt$matmul$f8"') == (2 if is_tiled else 4)
     # The scales of qkv and its cast, and nothing else.
     [_] = re.findall(r"= \S+ (?:copy|fusion|transpose|pad|slice)\(.*", entry)
+
+
+@pytest.mark.parametrize("rows", [144, 2016])
+@pytest.mark.parametrize("name", ["llama-3-8b gate_up", "llama-3-8b down zeros", "smollm2 qkv"])
+def test_int4_in_order_is_decoded_and_multiplied_by_kernels_alone(name: str, rows: int) -> None:
+    shape = dataclasses.replace(INT4[f"{name} rows 1"], rows=rows)
+    inputs = jax.eval_shape(lambda: make_int4(shape, 0))
+    hlo, found = compiled(int4_matmul.int4_matmul, dataclasses.replace(inputs, in_order=True))
+    # Weights of one shape share a kernel.
+    assert found == [(0, 0, 0)] * 2, f"expected two kernels without spills, got {found}"
+    assert hlo.count(" custom-call(") == (3 if shape.swiglu else 2), hlo
+    assert not re.findall(OTHER_WORK, hlo), hlo

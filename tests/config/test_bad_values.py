@@ -422,3 +422,12 @@ def test_a_message_shows_a_name_that_a_terminal_cannot_print(name: str) -> None:
     with pytest.raises(ConfigError) as e:
         LLM(name)
     assert str(e.value).isprintable(), str(e.value)
+
+
+@pytest.mark.parametrize("wanted", ["yes", 1, "auto"])
+def test_the_order_of_prompts_is_a_switch_or_none(wanted: object) -> None:
+    shown = repr(wanted)
+    with pytest.raises(ConfigError) as error:
+        EngineConfig(prefill_in_order=wanted)  # type: ignore[arg-type]
+    assert str(error.value) == f"prefill_in_order: expected true or false, got {shown}"
+    assert EngineConfig().prefill_in_order is None

@@ -194,18 +194,30 @@ def test_bfloat16_text_of_a_gpu_is_the_plain_one_at_batch_1() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_bfloat16_text_of_a_gpu_does_not_depend_on_neighbours(temperature: float) -> None:
-    """With batch_invariant, alone and among others; scripts/compare_batching.py does it for 64 of
-    MT-bench's prompts."""
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"batch_invariant": True},
+        {},  # prefill in order, and rounds of up to 32 rows
+        {"kv_cache_dtype": "fp8"},
+        {"quantize": "int4"},
+        {"quantize": "fp8-block"},
+        {"quantize": "fp8"},
+    ],
+)
+def test_bfloat16_text_of_a_gpu_does_not_depend_on_neighbours(
+    settings: dict[str, Any], temperature: float
+) -> None:
+    """Alone and among others; scripts/compare_batching.py does it for MT-bench's prompts."""
     chats = [[{"role": "user", "content": text}] for text in DEMO]
     speculative = {"model": HEAD, "num_speculative_tokens": 3}
     llm = LLM.from_pretrained(
         speculative=speculative,
         dtype="bfloat16",
         max_num_seqs=8,
-        batch_invariant=True,
         enable_prefix_caching=False,
         max_model_len=512,
+        **settings,
     )
     params = [SamplingParams(temperature, seed=i, max_tokens=48) for i in range(len(chats))]
     together = token_ids(llm.generate(chats, params))

@@ -486,3 +486,31 @@ def test_a_gpu_that_jax_does_not_see_is_a_warning(
     monkeypatch.setattr(op_choice, "gpu_names", list)
     choose("auto")
     assert warnings_of(caplog) == []
+
+
+@pytest.mark.parametrize(
+    ("wanted", "gigabytes", "in_order"),
+    [
+        (None, 0.27, True),
+        (None, 1.0, False),
+        (None, 16.0, False),
+        (True, 16.0, True),
+        (False, 0.27, False),
+    ],
+)
+def test_small_targets_sum_prompts_in_order_unless_the_caller_says_otherwise(
+    wanted: bool | None, gigabytes: float, in_order: bool
+) -> None:
+    size = int(gigabytes * (1 << 30))
+    assert op_choice.with_prefill_order(EVERY, wanted, size).prefill_in_order is in_order
+    assert op_choice.with_prefill_order(Ops(), wanted, size) == Ops(), "no kernel sums"
+
+
+@pytest.mark.parametrize("wanted", [None, False, True])
+def test_an_engine_passes_the_order_of_prompts_on(
+    wanted: bool | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To prefill and to rounds, which do not ask for it."""
+    monkeypatch.setattr(op_choice, "choose", lambda *args, **named: EVERY)
+    ops = engine("eagle", prefill_in_order=wanted).runner.configs.greedy.ops
+    assert ops == replace(EVERY, prefill_in_order=wanted is not False)

@@ -4,6 +4,7 @@ are logged with why."""
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +19,7 @@ from jaxspec.layers.params import Weight
 from pallas_kernels import matmul as matmul_op
 from tests.kernels.interpreter import interpreted, needs_mosaic
 from tests.kernels.test_fp8_matmul import fp8_weight
+from tests.kernels.test_int4_matmul import int4_weight
 
 pytestmark = needs_mosaic
 KERNEL = Ops(matmul="mosaic_gpu")
@@ -68,6 +70,59 @@ def test_other_products_of_many_rows_are_xlas(taken: list[tuple[int, str]]) -> N
     layers.project(x, (weight, weight), KERNEL)
     layers.add_projection(x, x, weight, KERNEL, next_norm=Norm(weight.values[0], 1e-5))
     assert taken == [(256, "reference")] * 3
+
+
+@pytest.mark.parametrize("tiles", [1, 3, 43])
+def test_products_of_prefill_are_summed_in_order(
+    tiles: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """48 rows are few: their kernel has one order anyway."""
+    found: list[tuple[int, str, bool]] = []
+
+    def note(inputs: matmul_op.Inputs, *, implementation: str) -> jax.Array:
+        found.append((inputs.x.shape[0], implementation, inputs.in_order))
+        return jnp.zeros((inputs.x.shape[0], 128), inputs.x.dtype)
+
+    monkeypatch.setattr(matmul_op, "matmul", note)
+    ops = replace(KERNEL, is_prefill=True, prefill_in_order=True)
+    x = jnp.zeros((tiles, 48, 128), jnp.bfloat16)
+    weight = Weight(jnp.zeros((128, 128), jnp.bfloat16))
+    layers.project(x, (weight,), ops, norm=Norm(weight.values[0], 1e-5))
+    layers.project_swiglu(x, weight, weight, ops)
+    layers.add_projection(x, x, weight, ops)
+    assert found == [(48 * tiles, "mosaic_gpu", tiles > 1)] * 3
+
+
+def test_other_passes_and_prefill_in_any_order_are_xlas(taken: list[tuple[int, str]]) -> None:
+    x = jnp.zeros((3, 48, 128), jnp.bfloat16)
+    weight = Weight(jnp.zeros((128, 128), jnp.bfloat16))
+    for ops in (replace(KERNEL, is_prefill=True), replace(KERNEL, prefill_in_order=True)):
+        layers.project(x, (weight,), ops)
+    assert taken == [(144, "reference")] * 2
+
+
+@pytest.mark.parametrize("kind", ["int4", "fp8-block"])
+def test_codes_of_prefill_are_summed_in_order_and_share_no_norm(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Few rows of int4 share it, and kernels of few rows have another order."""
+    found: list[tuple[str, bool, bool]] = []
+
+    def note(inputs: matmul_op.Inputs, *, implementation: str, **_: object) -> jax.Array:
+        found.append((implementation, inputs.in_order, inputs.gain is None))
+        return jnp.zeros((inputs.x.shape[0], 256), inputs.x.dtype)
+
+    monkeypatch.setattr(layers.fp8_op, "fp8_matmul", note)
+    monkeypatch.setattr(layers.int4_op, "int4_matmul", note)
+    if kind == "int4":
+        weight, _ = int4_weight(0, 256, 256, group=128, zeros=False)
+    else:
+        weight = fp8_weight(0, 256, 256, "block")
+    ops = replace(KERNEL, is_prefill=True, prefill_in_order=True, rms_norm="mosaic_gpu")
+    x, norm = jnp.zeros((3, 48, 256), jnp.bfloat16), Norm(jnp.ones(256), 1e-5, (weight,))
+    layers.add_projection(x, x, weight, ops, next_norm=norm)
+    layers.vocab_logits(x, weight, ops)  # few rows have a kernel for up to 256 of them
+    assert found == [("mosaic_gpu", True, True), ("mosaic_gpu", False, True)]
 
 
 @pytest.mark.parametrize("rows", [1, 4, 16, 100])
@@ -154,6 +209,7 @@ def chosen(
         has_residual=False,
         is_normed=False,
         prepares_norm=False,
+        in_order=False,
     )
 
 

@@ -12,7 +12,8 @@ and registers add it to the others in float32 (DeepSeek-V3 technical report, sec
 XLA (cublasLt) multiplies more rows, a narrow result from great depths in parts of the depth. Of up
 to 256 rows with one scale each, a kernel makes the next product's codes from the float32 sums.
 Gate, up and SwiGLU of 128 and 256 rows have a kernel for most widths. Blocks of scales have no
-library call, and XLA dequantises them first. So up to 256 rows are multiplied 64 at a time.
+library call, and XLA dequantises them first. So up to 256 rows are multiplied 64 at a time; those
+of prefill, in order, are dequantised whatever their number.
 Several weights, which blocks of scales keep apart, are multiplied one by one.
 
 The order of summation of few rows depends on the weights alone (pallas_kernels/matmul/plan.py).
@@ -28,6 +29,8 @@ The order of summation of few rows depends on the weights alone (pallas_kernels/
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -48,6 +51,7 @@ from pallas_kernels.fp8_matmul.mosaic_gpu.swiglu_rows import takes as takes_swig
 from pallas_kernels.fp8_matmul.rows import BeforeNorm, RowNorm, Rows
 from pallas_kernels.fp8_matmul.weight import Fp8Weight
 from pallas_kernels.matmul.inputs import Inputs
+from pallas_kernels.matmul.mosaic_gpu import any_rows
 from pallas_kernels.matmul.plan import MAX_ROWS, MOST_IN_PARTS, Product
 
 MAX_SWIGLU_WIDTH = 16384  # that one warpgroup quantises without spills
@@ -139,6 +143,11 @@ def multiply_quantised(rows: Rows, inputs: Inputs[Fp8Weight], *, measures: bool 
         made = [multiply(rows, each).out for each in inputs.by_weight()]
         return Made(jnp.concatenate(made, axis=1))
     assert not measures and inputs.squares is None
+    if inputs.in_order and rows.scales.ndim == 2:
+        decoded: Inputs[Any] = inputs
+        values = tuple(weight.to_array(jnp.bfloat16) for weight in inputs.weights)
+        decoded = replace(decoded, x=rows.to_array(jnp.bfloat16), weights=values)
+        return Made(any_rows.matmul(decoded, decoded=True))
     if rows.scales.ndim < 2 or count > MOST_IN_PARTS:
         return Made(reference.multiply(rows, inputs))
     parts = [(start, min(start + MAX_ROWS, count)) for start in range(0, count, MAX_ROWS)]

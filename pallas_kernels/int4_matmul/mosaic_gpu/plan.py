@@ -41,6 +41,7 @@ def plain(product: Product) -> Product:
         norms=product.norms,
         biased=product.biased,
         swiglu=product.swiglu,
+        in_order=product.in_order,
         out_dtype=product.out_dtype,
     )
 

@@ -1,4 +1,4 @@
-"""The ring of a product of many rows: two warpgroups multiply, and a third starts the TMA copies.
+"""The ring of a product of many rows: some warpgroups multiply, and one starts the TMA copies.
 
 CTAs of a cluster may share an operand of a step: each loads a part of it and sends it to all.
 """
@@ -27,14 +27,16 @@ Load = Callable[[jax.Array], None]  # starts the copies of a turn
 class ManyRowsRing:
     """Division of the ring. Turns count the steps of all passes or tiles.
 
-    stages: slots
-    steps:  of the depth
-    tile_k: depth of a step
+    stages:    slots
+    steps:     of the depth
+    tile_k:    depth of a step
+    consumers: warpgroups that multiply
     """
 
     stages: int
     steps: int
     tile_k: int
+    consumers: int = CONSUMERS
 
     def consumed(self, cluster: int) -> Barrier:
         """Return the barriers of free slots.
@@ -42,9 +44,9 @@ class ManyRowsRing:
         A slot is free when the warpgroups of every CTA that received a part have read it.
         """
         if cluster == 1:
-            return plgpu.Barrier(num_barriers=self.stages, num_arrivals=CONSUMERS)
+            return plgpu.Barrier(num_barriers=self.stages, num_arrivals=self.consumers)
         return plgpu.ClusterBarrier(
-            collective_axes=("rank",), num_barriers=self.stages, num_arrivals=CONSUMERS
+            collective_axes=("rank",), num_barriers=self.stages, num_arrivals=self.consumers
         )
 
     def place(self, turn: jax.Array) -> tuple[jax.Array, Slice]:
@@ -52,15 +54,30 @@ class ManyRowsRing:
         depths = pl.ds(lax.rem(turn, self.steps) * self.tile_k, self.tile_k)
         return lax.rem(turn, self.stages), depths
 
-    def produce(self, turns: Index, load_weights: Load, load_x: Load, consumed: Barrier) -> None:
+    def produce(
+        self,
+        turns: Index,
+        load_weights: Load,
+        load_x: Load,
+        consumed: Barrier,
+        *,
+        weights_first: bool = True,
+        launches_next: bool = True,
+    ) -> None:
         """Start all copies, and wait until they are read: the producer's work.
 
-        turns: of the CTA, at least `stages`
+        turns:         of the CTA, at least `stages`
+        weights_first: whether copies of the weights start before the kernel before has ended; not
+                       if a kernel of the program makes them
+        launches_next: see pallas_kernels/matmul/plan.py
         """
         pdl = not interpreting()
-        pl.loop(0, self.stages)(load_weights)
+        if weights_first:
+            pl.loop(0, self.stages)(load_weights)
         if pdl:
-            plgpu.griddepcontrol_wait()  # weights do not depend on the kernel before; x does
+            plgpu.griddepcontrol_wait()  # x depends on the kernel before
+        if not weights_first:
+            pl.loop(0, self.stages)(load_weights)
         pl.loop(0, self.stages)(load_x)
 
         @pl.loop(self.stages, turns)
@@ -69,7 +86,7 @@ class ManyRowsRing:
             load_weights(turn)
             load_x(turn)
 
-        if pdl:
+        if pdl and launches_next:
             # The last copy has started: the next kernel's CTAs do not compete with it.
             plgpu.griddepcontrol_launch_dependents()
 
