@@ -280,7 +280,7 @@ def summary(result: dict[str, Any]) -> str:
         f"{name} {milliseconds(timing['seconds'])}" for name, timing in result["parts"].items()
     )
     floor = result["floor"]
-    line = f"{parts} ms, floor {milliseconds(floor['bytes_seconds'])} (bytes)"
+    line = f"{parts} ms, floor of a round {milliseconds(floor['bytes_seconds'])} (bytes)"
     line += f" {milliseconds(floor['arithmetic_seconds'])} (arithmetic)"
     if "floor_over_round" in result:
         line += f", floor / round {result['floor_over_round']:.3f}"
@@ -305,7 +305,7 @@ def table(cases: list[dict[str, Any]]) -> Table:
         columns.append("first_token")
     found = Table(title="Milliseconds (medians)")
     found.add_column("case", no_wrap=True)
-    for heading in (*columns, "floor", "floor / round", "tokens/s"):
+    for heading in (*columns, "floor of a round", "floor / round", "tokens/s"):
         found.add_column(heading, justify="right")
     for case in cases:
         if "skipped" in case:
