@@ -45,7 +45,7 @@ from jaxspec.layers.embedding import embed
 from jaxspec.layers.mlp import mlp_specs
 from jaxspec.layers.norms import Norm
 from jaxspec.layers.params import Params, ParamSpec, projection, vector
-from jaxspec.layers.products import linear, project
+from jaxspec.layers.products import project
 from jaxspec.layers.quantized import stored
 from jaxspec.models import TargetConfig
 from jaxspec.parallel.axes import Axes
@@ -131,10 +131,8 @@ def forward(
     pass_ = pass_.with_rope(cfg.attention)
     embedded = embed(tokens, params["embed_tokens"], pass_.ops).astype(hidden.dtype)
     joined = jnp.concatenate([embedded, hidden], axis=-1)
-    if cfg.fc_bias:
-        x = linear(joined, params["fc"], params["fc_bias"])
-    else:
-        x = project(joined, (params["fc"],), pass_.ops)
+    bias = params["fc_bias"] if cfg.fc_bias else None
+    x = project(joined, (params["fc"],), pass_.ops, bias=bias)
     new_caches = []
     for i, (layer, cache) in enumerate(zip(params["layers"], caches, strict=True)):
         norm = Norm(layer["input_layernorm"], cfg.attention.rms_norm_eps) if i > 0 else None

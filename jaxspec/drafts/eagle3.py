@@ -54,7 +54,7 @@ from jaxspec.layers.embedding import embed_norm
 from jaxspec.layers.mlp import mlp_specs
 from jaxspec.layers.norms import Norm, rms_norm
 from jaxspec.layers.params import Params, ParamSpec, projection, vector
-from jaxspec.layers.products import Stream, linear, normed_values, project, values_of
+from jaxspec.layers.products import Stream, normed_values, project, values_of
 from jaxspec.layers.quantized import stored
 from jaxspec.layers.sums import norm_of_sum
 from jaxspec.models import TargetConfig
@@ -178,9 +178,8 @@ def fuse(params: Params, cfg: Eagle3Config, hidden: jax.Array, ops: Ops) -> jax.
             for part, gain in zip(parts, params["fc_norm"], strict=True)
         ]
         hidden = jnp.concatenate(normed, axis=-1)
-    if cfg.fc_bias:
-        return linear(hidden, params["fc"], params["fc_bias"])
-    return project(hidden, (params["fc"],), ops)
+    bias = params["fc_bias"] if cfg.fc_bias else None
+    return project(hidden, (params["fc"],), ops, bias=bias)
 
 
 def first_layer_input(
