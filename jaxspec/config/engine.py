@@ -131,14 +131,13 @@ class EngineConfig:
     def __post_init__(self) -> None:
         _check_share_of_memory(self)
         for field in fields(self):
-            if field.type == "bool":
-                _check_switch(field.name, getattr(self, field.name))
+            value = getattr(self, field.name)
+            if field.type == "bool" or (field.type == "bool | None" and value is not None):
+                _check_switch(field.name, value)
             elif field.type == "int":
-                check_positive_int(field.name, getattr(self, field.name))
+                check_positive_int(field.name, value)
         if self.max_num_batched_tokens is not None:
             check_positive_int("max_num_batched_tokens", self.max_num_batched_tokens)
-        if self.prefill_in_order is not None:
-            _check_switch("prefill_in_order", self.prefill_in_order)
         _check_blocks(self.num_gpu_blocks_override)
         _check_compilation(self)
         set_field(

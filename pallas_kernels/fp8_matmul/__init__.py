@@ -313,8 +313,7 @@ def unsupported(product: Product) -> str | None:
         return next((reason for reason in reasons if reason is not None), None)
     from pallas_kernels.fp8_matmul.mosaic_gpu.product import product_of
 
-    rows = jax.ShapeDtypeStruct((min(product.rows, plan.MAX_ROWS), product.depth), product.x.dtype)
-    return plan.unfit(product_of(replace(product, x=rows)))
+    return plan.unfit(product_of(product.with_rows(min(product.rows, plan.MAX_ROWS))))
 
 
 def _is_decoded(product: Product) -> bool:

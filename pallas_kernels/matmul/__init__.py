@@ -70,7 +70,7 @@ def unsupported(product: Product) -> str | None:
     if product.in_order and product.rows > plan.MAX_ROWS:
         if _is_a_head(product):
             parts = (plan.MAX_ROWS, product.rows % plan.MAX_ROWS or plan.MAX_ROWS)
-            reasons = (plan.unsupported(_with_rows(product, rows)) for rows in parts)
+            reasons = (plan.unsupported(product.with_rows(rows)) for rows in parts)
             return next((reason for reason in reasons if reason is not None), None)
         from pallas_kernels.matmul.mosaic_gpu import any_rows
 
@@ -99,8 +99,3 @@ def _in_order(inputs: Inputs[jax.Array]) -> jax.Array:
 def _is_a_head(product: Product) -> bool:
     """Return whether the product makes logits: many rows have the order of few then."""
     return product.out_dtype != jnp.bfloat16 or product.transposed
-
-
-def _with_rows(product: Product, rows: int) -> Product:
-    """Return the product with another number of rows."""
-    return replace(product, x=jax.ShapeDtypeStruct((rows, product.depth), product.x.dtype))

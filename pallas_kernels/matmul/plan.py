@@ -12,7 +12,7 @@ When copies and launches start (programmatic dependent launch, PDL):
 | gate and up | norm or residual sum | no             | no            | yes (down)    |
 | down        | gate and up          | yes            | yes           | no            |
 | head        | norm                 | no             | no            | yes (sampler) |
-| in order    | any                  | as above       | unless decoded | gate and up  |
+| in order    | any                  | as above       | not decoded   | gate and up   |
 
 The rule: weights first before a residual sum; launch the next kernel early after gate and up and
 after a float32 result. The kernel after any other product would occupy whatever SMs are left, and
@@ -25,8 +25,9 @@ shared.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
@@ -87,6 +88,10 @@ class Product:
             in_order=inputs.in_order,
             out_dtype=inputs.out_dtype,
         )
+
+    def with_rows(self, rows: int) -> Product:
+        """Return the product with another number of rows."""
+        return replace(self, x=jax.ShapeDtypeStruct((rows, self.depth), self.x.dtype))
 
     @property
     def rows(self) -> int:

@@ -16,7 +16,7 @@ from pallas_kernels.fp8_matmul import Inputs, fp8_matmul, quantise, reference
 from pallas_kernels.fp8_matmul.reference import products_of_parts
 from tests.kernels.interpreter import interpreted, needs_mosaic
 from tests.kernels.test_fp8_matmul import fp8_weight
-from tests.kernels.test_matmul_any_rows import CALLS
+from tests.kernels.test_matmul_any_rows import CALLS, assert_same_in_calls
 
 pytestmark = needs_mosaic
 
@@ -88,11 +88,8 @@ def test_bits_on_the_gpu_are_the_same_in_calls_of_all_sizes(depth: int, width: i
     """In one program with the kernels that make the product's operands."""
     weight = fp8_weight(0, width, depth, "block")
     x = jax.random.normal(jax.random.key(0), (CALLS[-1], depth), jnp.bfloat16)
-    multiply = jax.jit(partial(fp8_matmul, implementation="mosaic_gpu"))
-    expected = np.asarray(multiply(Inputs(x=x, weights=(weight,), in_order=True)))
-    for rows in CALLS:
-        got = multiply(Inputs(x=x[:rows], weights=(weight,), in_order=True))
-        np.testing.assert_array_equal(np.asarray(got), expected[:rows], err_msg=f"{rows} rows")
+    inputs = Inputs(x=x, weights=(weight,), in_order=True)
+    assert_same_in_calls(partial(fp8_matmul, implementation="mosaic_gpu"), inputs)
 
 
 def test_has_the_bits_of_any_number_of_rows() -> None:

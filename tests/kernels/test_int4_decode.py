@@ -14,7 +14,7 @@ from pallas_kernels.int4_matmul.shapes import SHAPES, make_inputs
 from pallas_kernels.matmul.plan import Product
 from tests.kernels.interpreter import interpreted, needs_mosaic
 from tests.kernels.test_int4_matmul import assert_close, int4_weight
-from tests.kernels.test_matmul_any_rows import CALLS
+from tests.kernels.test_matmul_any_rows import CALLS, assert_same_in_calls
 
 pytestmark = needs_mosaic
 
@@ -118,8 +118,5 @@ def test_bits_on_the_gpu_are_the_same_in_calls_of_all_sizes(
     """In one program with the kernel that decodes the weight."""
     weight, _ = int4_weight(0, width, depth, group=group, zeros=True)
     x = jax.random.normal(jax.random.key(0), (CALLS[-1], depth), jnp.bfloat16)
-    multiply = jax.jit(partial(int4_matmul, implementation="mosaic_gpu"))
-    expected = np.asarray(multiply(Inputs(x=x, weights=(weight,), in_order=True)))
-    for rows in CALLS:
-        got = multiply(Inputs(x=x[:rows], weights=(weight,), in_order=True))
-        np.testing.assert_array_equal(np.asarray(got), expected[:rows], err_msg=f"{rows} rows")
+    inputs = Inputs(x=x, weights=(weight,), in_order=True)
+    assert_same_in_calls(partial(int4_matmul, implementation="mosaic_gpu"), inputs)

@@ -3,7 +3,7 @@ neither on tile, ring or neighbours nor on the number of rows."""
 
 from __future__ import annotations
 
-import contextlib
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +19,15 @@ from pallas_kernels.matmul.shapes import SHAPES, Shape, make_inputs
 from tests.kernels.interpreter import interpreted, needs_mosaic
 from tests.kernels.test_fp8_matmul import fp8_weight
 from tests.kernels.test_int4_matmul import int4_weight
-from tests.kernels.test_matmul import assert_close, ground_truth, implementations, near_ties, take
+from tests.kernels.test_matmul import (
+    assert_bits_are_the_rows_own,
+    assert_close,
+    ground_truth,
+    implementations,
+    near_ties,
+    take,
+)
+from tests.kernels.test_matmul import run as run_as_given
 
 # Small enough for the interpreter.
 SMALL = {
@@ -39,14 +47,25 @@ SMALL = {
 }
 # Calls of prefill: 48 rows a tile, and these many tiles.
 CALLS = tuple(48 * tiles for tiles in (3, 4, 6, 8, 12, 16, 24, 32, 42))
-PRODUCTS = ("qkv", "o", "gate_up", "down")
+REAL = tuple(
+    f"{model} {product}"
+    for model in ("llama-3-8b", "smollm2")
+    for product in ("qkv", "o", "gate_up", "down")
+)
 
 
 def run(inputs: Inputs, implementation: str = "mosaic_gpu") -> np.ndarray:
-    """The public op's result, widened without loss."""
-    inputs = replace(inputs, in_order=True)
-    with interpreted() if implementation == "mosaic_gpu" else contextlib.nullcontext():
-        return np.asarray(matmul(inputs, implementation=implementation)).astype(np.float32)
+    """The public op's result in order, widened without loss."""
+    return run_as_given(replace(inputs, in_order=True), implementation)
+
+
+def assert_same_in_calls(multiply: Callable[[Inputs], jax.Array], inputs: Inputs) -> None:
+    """Multiply the first rows in calls of all sizes, as one program each."""
+    program = jax.jit(multiply)
+    expected = np.asarray(program(inputs))
+    for rows in CALLS:
+        got = program(take(inputs, slice(rows)))
+        np.testing.assert_array_equal(np.asarray(got), expected[:rows], err_msg=f"{rows} rows")
 
 
 def kernel(inputs: Inputs, *tuning: int, races: bool = False) -> np.ndarray:
@@ -90,11 +109,7 @@ def test_bits_do_not_depend_on_tile_ring_or_ctas(rows: int, swiglu: bool) -> Non
 @needs_mosaic
 def test_bits_depend_neither_on_the_number_of_rows_nor_on_their_places() -> None:
     inputs = ties(Shape(384, 640, (192,), residual=True), seed=1)
-    expected = run(inputs)
-    for rows in (72, 144, 192, 288):
-        np.testing.assert_array_equal(run(take(inputs, slice(rows))), expected[:rows])
-    order = np.random.default_rng(0).permutation(384).tolist()
-    np.testing.assert_array_equal(run(take(inputs, order)), expected[order])
+    assert_bits_are_the_rows_own(replace(inputs, in_order=True), (72, 144, 192, 288))
 
 
 @needs_mosaic
@@ -271,24 +286,18 @@ def test_products_of_codes_say_that_a_kernel_makes_their_weights(
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", [f"{m} {p}" for m in ("llama-3-8b", "smollm2") for p in PRODUCTS])
+@pytest.mark.parametrize("name", REAL)
 def test_bits_on_the_gpu_are_the_same_in_calls_of_all_sizes(name: str) -> None:
     shape = SHAPES[f"{name} rows 1"]
     widths = shape.widths if shape.swiglu else (shape.width,)
     inputs = near_ties(replace(shape, rows=CALLS[-1], widths=widths), seed=5)
-    inputs = replace(inputs, out_dtype=jnp.dtype("bfloat16"))
-    expected = run(inputs)
-    for rows in (72, 96, *CALLS):
-        np.testing.assert_array_equal(
-            run(take(inputs, slice(rows))), expected[:rows], err_msg=f"{rows} rows"
-        )
-    order = np.random.default_rng(0).permutation(CALLS[-1]).tolist()
-    np.testing.assert_array_equal(run(take(inputs, order)), expected[order])
+    inputs = replace(inputs, out_dtype=jnp.dtype("bfloat16"), in_order=True)
+    assert_bits_are_the_rows_own(inputs, (72, 96, *CALLS))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", [72, 144, 384, 2016])
-@pytest.mark.parametrize("name", [f"{m} {p}" for m in ("llama-3-8b", "smollm2") for p in PRODUCTS])
+@pytest.mark.parametrize("name", REAL)
 def test_equals_float64_on_the_gpu_at_real_shapes(name: str, rows: int) -> None:
     shape = replace(SHAPES[f"{name} rows 1"], rows=rows)
     inputs = make_inputs(shape, seed=rows)

@@ -144,10 +144,10 @@ def multiply_quantised(rows: Rows, inputs: Inputs[Fp8Weight], *, measures: bool 
         return Made(jnp.concatenate(made, axis=1))
     assert not measures and inputs.squares is None
     if inputs.in_order and rows.scales.ndim == 2:
-        decoded: Inputs[Any] = inputs
+        arrays: Inputs[Any] = inputs
         values = tuple(weight.to_array(jnp.bfloat16) for weight in inputs.weights)
-        decoded = replace(decoded, x=rows.to_array(jnp.bfloat16), weights=values)
-        return Made(any_rows.matmul(decoded, decoded=True))
+        arrays = replace(arrays, x=rows.to_array(jnp.bfloat16), weights=values)
+        return Made(any_rows.matmul(arrays, decoded=True))
     if rows.scales.ndim < 2 or count > MOST_IN_PARTS:
         return Made(reference.multiply(rows, inputs))
     parts = [(start, min(start + MAX_ROWS, count)) for start in range(0, count, MAX_ROWS)]

@@ -24,6 +24,7 @@ from pallas_kernels.fp8_matmul.weight import DTYPE
 from pallas_kernels.hopper import NUM_SMS, WARPS, interpreting
 from pallas_kernels.lowered_once import lowered_once
 from pallas_kernels.mosaic import load, store
+from pallas_kernels.swiglu import swiglu
 from pallas_kernels.types import Barrier, Ref
 
 T = TypeVar("T")  # an array, or the kernel's ref
@@ -147,9 +148,7 @@ def _swiglu_rows(products: Products[jax.Array], *, tuning: Tuning) -> tuple[jax.
 
 def _swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:
     """Return silu(gate) * up in bfloat16, rounded as matmul's epilogue rounds few rows."""
-    g, u = (value.astype(jnp.bfloat16).astype(jnp.float32) for value in (gate, up))
-    silu = (g / (1.0 + jnp.exp(-g))).astype(jnp.bfloat16)
-    return (silu.astype(jnp.float32) * u).astype(jnp.bfloat16)
+    return swiglu(*(value.astype(jnp.bfloat16).astype(jnp.float32) for value in (gate, up)))
 
 
 def _largest_by_warp(values: jax.Array) -> jax.Array:

@@ -19,9 +19,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.mosaic.gpu import fragmented_array as fa
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.fragments import i32, ptx
+from pallas_kernels.fragments import i32
 from pallas_kernels.hopper import WARPS, interpreting
-from pallas_kernels.int4_matmul.mosaic_gpu.units import CODE_BITS, EXPONENT
+from pallas_kernels.int4_matmul.mosaic_gpu.units import EXPONENT, decode_word
 from pallas_kernels.int4_matmul.weight import COLUMNS, DEPTHS, UNIT, ZERO, Int4Weight
 from pallas_kernels.lowered_once import lowered_once
 from pallas_kernels.mosaic import load
@@ -107,28 +107,19 @@ def _codes(words: jax.Array) -> jax.Array:
     )
     def run(_: Any, words: Any) -> Any:
         (four,) = words.registers.flat
-        word_type = ir.IntegerType.get_signless(32)
-        pair_type = ir.VectorType.get((2,), ir.BF16Type.get())
-        pairs = []
-        for j in range(4):
-            word = llvm.extractelement(four, i32(j))
-            for i in range(4):
-                shifted = arith.shrui(word, i32(4 * i)) if i else word
-                # (word & CODE_BITS) | EXPONENT, less 128.
-                number = ptx(
-                    f"lop3.b32 $0, $1, {CODE_BITS:#x}, {EXPONENT:#x}, 0xea;",
-                    shifted,
-                    result_types=word_type,
-                )
-                code = ptx("sub.bf16x2 $0, $1, $2;", number, i32(EXPONENT), result_types=word_type)
-                pairs.append(llvm.bitcast(pair_type, code))
+        pair = ir.VectorType.get((2,), ir.BF16Type.get())
+        registers = [
+            llvm.bitcast(pair, register)
+            for j in range(4)
+            for register in decode_word(llvm.extractelement(four, i32(j)), [i32(EXPONENT)] * 2)
+        ]
         like = fa.FragmentedArray.splat(
             arith.constant(ir.BF16Type.get(), ir.FloatAttr.get(ir.BF16Type.get(), 0.0)),
             (TILE, DEPTHS),
             fa.WGMMA_LAYOUT,
         )
-        registers = np.array(pairs, dtype=object).reshape(like.registers.shape)
-        return fa.FragmentedArray(_registers=registers, _layout=like.layout, _is_signed=None)
+        shaped = np.array(registers, dtype=object).reshape(like.registers.shape)
+        return fa.FragmentedArray(_registers=shaped, _layout=like.layout, _is_signed=None)
 
     call: Any = run
     return call(words)

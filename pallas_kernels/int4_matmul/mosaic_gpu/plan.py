@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import jax
 import jax.numpy as jnp
 
@@ -137,7 +135,6 @@ def unsupported(product: Product) -> str | None:
     if weight.group % DEPTHS or weight.scales.dtype not in SCALE_DTYPES:
         got = f"{weight.group} with {weight.scales.dtype} scales"
         return f"expected groups that are multiples of {DEPTHS} with float scales, got {got}"
-    x = jax.ShapeDtypeStruct((min(rows, MAX_ROWS), product.depth), product.x.dtype)
-    if choose_tuning(replace(product, x=x)) is None:
+    if choose_tuning(product.with_rows(min(rows, MAX_ROWS))) is None:
         return f"expected rings that fit into {MAX_SMEM} bytes, got {rows} rows of {product.depth}"
     return None

@@ -101,6 +101,26 @@ def _multiply_arrays(
 # ---- for each thread
 
 
+def decode_word(word: Any, offsets: Sequence[Any]) -> list[Any]:
+    """Return four registers of bfloat16 pairs: the codes of a word, less what is beyond 128.
+
+    offsets: 128 plus the zero, twice in a word, of each of both columns
+    """
+    registers = []
+    for i in range(4):
+        shifted = arith.shrui(word, i32(4 * i)) if i else word
+        # (word & CODE_BITS) | EXPONENT in one instruction.
+        number = ptx(
+            f"lop3.b32 $0, $1, {CODE_BITS:#x}, {EXPONENT:#x}, 0xea;",
+            shifted,
+            result_types=word.type,
+        )
+        registers.append(
+            ptx("sub.bf16x2 $0, $1, $2;", number, offsets[i % 2], result_types=word.type)
+        )
+    return registers
+
+
 def _multiply(
     totals: Any, words: Any, scales: Any, zeros: Any, x: Any, group: int, sum_depth: int
 ) -> Any:
@@ -190,17 +210,5 @@ class _Reader:
         four = llvm.load(ir.VectorType.get((4,), self._word), address, alignment=16)
         found = []
         for j in range(4):
-            word, registers = llvm.extractelement(four, i32(j)), []
-            for i in range(4):
-                shifted = arith.shrui(word, i32(4 * i)) if i else word
-                # (word & CODE_BITS) | EXPONENT in one instruction.
-                number = ptx(
-                    f"lop3.b32 $0, $1, {CODE_BITS:#x}, {EXPONENT:#x}, 0xea;",
-                    shifted,
-                    result_types=self._word,
-                )
-                registers.append(
-                    ptx("sub.bf16x2 $0, $1, $2;", number, offsets[i % 2], result_types=self._word)
-                )
-            found.append(registers)
+            found.append(decode_word(llvm.extractelement(four, i32(j)), offsets))
         return found

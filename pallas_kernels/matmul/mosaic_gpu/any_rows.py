@@ -30,6 +30,7 @@ from pallas_kernels.matmul.mosaic_gpu.many_rows_ring import (
 )
 from pallas_kernels.matmul.plan import MAX_SMEM, Product
 from pallas_kernels.mosaic import RegisterShares, load
+from pallas_kernels.swiglu import swiglu
 from pallas_kernels.types import Accumulator, Barrier, Index, Ref, Slice
 
 T = TypeVar("T")  # an array, the kernel's ref, or its type
@@ -110,13 +111,13 @@ class Tuning:
         fixed = out + 2048  # barriers, alignment
         return (MAX_SMEM - fixed) // (TILE_K * (self.rows + products * self.tile) * 2)
 
-    def tiles(self, product: Product) -> int:
-        """Return the tiles of a product."""
-        return -(-product.rows // self.rows) * (product.width // self.tile)
+    def tiles(self, rows: int, width: int) -> int:
+        """Return the tiles of a result."""
+        return -(-rows // self.rows) * (width // self.tile)
 
     def microseconds(self, product: Product) -> float:
         """Return the estimate by which tiles are chosen: within 3 % of the best one measured."""
-        tiles, columns = self.tiles(product), product.accumulators * self.tile
+        tiles, columns = self.tiles(product.rows, product.width), product.accumulators * self.tile
         ctas = min(tiles, self.ctas)
         read = (self.rows + columns) * TILE_K * 2  # of a step
         step = max(
@@ -186,8 +187,7 @@ def _matmul(operands: Operands[jax.Array], *, decoded: bool, tuning: Tuning) -> 
     tile, products, steps = tuning.tile, len(operands.weights), depth // TILE_K
     consumers, side_by_side = tuning.consumers, tuning.side_by_side
     own_tile = tile // side_by_side  # columns of a warpgroup
-    row_tiles = -(-rows // tuning.rows)
-    tiles = row_tiles * (width // tile)
+    tiles, row_tiles = tuning.tiles(rows, width), -(-rows // tuning.rows)
     ctas = min(tiles, tuning.ctas)
     # A CTA may have a tile less than others.
     stages = min(tuning.stages(products), tiles // ctas * steps)
@@ -351,5 +351,4 @@ def _finished(sums: list[jax.Array], bias: Ref | None, columns: Slice) -> jax.Ar
     if len(rounded) == 1:
         return rounded[0]
     gate, up = (value.astype(jnp.float32) for value in rounded)
-    silu = (gate / (1.0 + jnp.exp(-gate))).astype(jnp.bfloat16)
-    return (silu.astype(jnp.float32) * up).astype(jnp.bfloat16)
+    return swiglu(gate, up)

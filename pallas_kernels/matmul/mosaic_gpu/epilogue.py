@@ -14,6 +14,7 @@ from pallas_kernels.matmul.mosaic_gpu import row_pieces
 from pallas_kernels.matmul.mosaic_gpu.sizes import Operands, Results, Scratch, Sizes
 from pallas_kernels.matmul.plan import PIECE, TILE_N
 from pallas_kernels.mosaic import load, store
+from pallas_kernels.swiglu import swiglu
 from pallas_kernels.types import Ref, Slice
 
 LAYOUT = plgpu.Layout.WGMMA
@@ -121,11 +122,10 @@ def finish(
         totals = [total + lax.broadcast_in_dim(wide, total.shape, [0])]
     if sizes.product.swiglu:
         gate, up = (t.astype(out_dtype).astype(jnp.float32) for t in totals)
-        silu = (gate / (1.0 + jnp.exp(-gate))).astype(out_dtype)
-        total = silu.astype(jnp.float32) * up
+        total = swiglu(gate, up, out_dtype)
     else:
         (total,) = totals
-    total = total.astype(out_dtype)
+        total = total.astype(out_dtype)
     if scratch.residual is not None:
         plgpu.barrier_wait(scratch.residual_ready)
         residual = scratch.residual.transpose((1, 0))[...].astype(jnp.float32)

@@ -41,6 +41,7 @@ from pallas_kernels.matmul.mosaic_gpu.many_rows_ring import (
 from pallas_kernels.matmul.plan import MAX_ROWS as FEW_ROWS
 from pallas_kernels.matmul.plan import MAX_SMEM, Product
 from pallas_kernels.mosaic import RegisterShares
+from pallas_kernels.swiglu import swiglu as activated
 from pallas_kernels.types import Accumulator, Barrier, Ref
 
 MAX_ROWS = 256
@@ -254,8 +255,7 @@ def swiglu(inputs: Inputs, *, tuning: Tuning | None = None) -> jax.Array:
             for first in range(0, tile, swizzle // 2):
                 few = slice(first, first + swizzle // 2)
                 g, u = gates[:, few].astype(jnp.float32), ups[:, few].astype(jnp.float32)
-                silu = (g / (1.0 + jnp.exp(-g))).astype(jnp.bfloat16)
-                result[:, few] = (silu.astype(jnp.float32) * u).astype(jnp.bfloat16)
+                result[:, few] = activated(g, u)
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(
                 result,
