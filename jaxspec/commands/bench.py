@@ -121,6 +121,10 @@ class TimingOptions:
     max_num_batched_tokens: int | None = flag(
         None, "Tokens of a prefill call, for first_token. [default: the engine's choice]"
     )
+    prefill_in_order: bool | None = flag(
+        None,
+        "Sum the products of prompts in one order, for first_token. [default: the engine's choice]",
+    )
     pause: float = flag(
         0.0, "Seconds of idling before each repeat of plain, verify and round: no power limit then."
     )
@@ -140,12 +144,14 @@ class TimingOptions:
         EngineConfig(  # refused before anything is measured
             rounds_per_step=self.rounds_per_step,
             max_num_batched_tokens=self.max_num_batched_tokens,
+            prefill_in_order=self.prefill_in_order,
         )
         return Effort(
             rounds=self.rounds,
             repeats=self.repeats,
             rounds_per_step=self.rounds_per_step,
             max_num_batched_tokens=self.max_num_batched_tokens,
+            prefill_in_order=self.prefill_in_order,
             cuda_graphs=self.cuda_graphs,
             pause=self.pause,
         )

@@ -71,7 +71,7 @@ class EngineConfig:
     prefill_in_order: with the Hopper kernels, the products of prompts have one order of summation
         for all sizes of prefill calls, so that a prompt's bits do not depend on the prompts beside
         it. XLA's products, which are faster in short calls of large models, do not promise that.
-        None: for targets below 1 GiB on each device (jaxspec.layers.op_choice).
+        None: for targets below 1 GiB on each device, and in int4 (jaxspec.layers.op_choice).
     batch_invariant: rounds of one batch size, and prefill calls of one size, the largest, whatever
         runs. In prefill that is not in order, in rounds of more than 64 rows and without kernels,
         the last bits of a product depend on its number of rows. In bfloat16 a request's text can
@@ -124,7 +124,7 @@ class EngineConfig:
     prefill_in_order: bool | None = setting(
         None,
         "Sum the products of prompts in one order for all sizes of prefill calls. "
-        "[default: on a GPU for a target below 1 GiB a device]",
+        "[default: on a GPU for a target below 1 GiB a device, or in int4]",
     )
     batch_invariant: bool = setting(False, "Run programs of one batch size only.")
 

@@ -81,7 +81,7 @@ class ModelRunner:
     ) -> None:
         self.speculative, self.config = speculative, config
         self.weight_bytes = bytes_on_device(params["target"])
-        ops = with_prefill_order(ops, config.prefill_in_order, self.weight_bytes)
+        ops = with_prefill_order(ops, config.prefill_in_order, params["target"])
         self.num_speculative_tokens = speculative.max_k if speculative else 0
         self.adapts = speculative is not None and speculative.adapts
         self.on_gpu = jax.default_backend() == "gpu"

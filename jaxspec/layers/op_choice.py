@@ -27,7 +27,9 @@ from jaxspec.config import (
 )
 from jaxspec.config.quantization import Fp8Form, Quantization
 from jaxspec.layers.moe import moe_of
+from jaxspec.layers.params import Params
 from jaxspec.parallel.gpus import gpu_names
+from jaxspec.parallel.layout import bytes_on_device
 from jaxspec.parallel.mesh import Device
 from pallas_kernels import (
     all_reduce,
@@ -43,6 +45,7 @@ from pallas_kernels import (
     rope_cache,
     step_metadata,
 )
+from pallas_kernels.int4_matmul import Int4Weight
 from pallas_kernels.peers import mailbox
 
 logger = logging.getLogger(__name__)
@@ -134,11 +137,12 @@ def for_whole_sequences(target: TargetConfig, rows: int, dtype: DTypeLike) -> Op
     return Ops(attention="mosaic_gpu")
 
 
-def with_prefill_order(ops: Ops, wanted: bool | None, weight_bytes: int) -> Ops:
+def with_prefill_order(ops: Ops, wanted: bool | None, target: Params) -> Ops:
     """Return ops that sum the products of prompts in one order for all sizes of prefill calls.
 
-    wanted:       EngineConfig.prefill_in_order
-    weight_bytes: of the target on one device; small targets have products that take as long
+    wanted: EngineConfig.prefill_in_order
+    target: the weights, some of them on each device. Products of small ones take as long in order.
+            In int4 a kernel decodes the weights then, which saves more time than the order takes
     """
     if ops.matmul == "reference":
         if wanted and jax.default_backend() == "gpu":
@@ -147,8 +151,16 @@ def with_prefill_order(ops: Ops, wanted: bool | None, weight_bytes: int) -> Ops:
                 "have an order for each size of a prefill call"
             )
         return ops
-    in_order = weight_bytes < IN_ORDER_BELOW_BYTES if wanted is None else wanted
-    return replace(ops, prefill_in_order=in_order)
+    if wanted is None:
+        wanted = bytes_on_device(target) < IN_ORDER_BELOW_BYTES or _has_int4(target)
+    return replace(ops, prefill_in_order=wanted)
+
+
+def _has_int4(params: Params) -> bool:
+    def is_int4(leaf: object) -> bool:
+        return isinstance(leaf, Int4Weight)
+
+    return any(map(is_int4, jax.tree.leaves(params, is_leaf=is_int4)))
 
 
 def _rounds_to_fp8(target: TargetConfig, cache_dtype: DTypeLike) -> bool:

@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import hopper
-from pallas_kernels import matmul as matmul_op
 from pallas_kernels.fp8_matmul import reference
 from pallas_kernels.fp8_matmul.rows import BeforeNorm, RowNorm, Rows, quantise
 from pallas_kernels.fp8_matmul.weight import (
@@ -300,8 +299,11 @@ def unsupported(product: Product) -> str | None:
     if product.x.dtype != jnp.bfloat16 and not are_codes:
         return f"expected bfloat16 rows, got {product.x.dtype}"
     weights = product.weights
-    if _is_decoded(product):
-        return matmul_op.unsupported(_decoded(product))
+    if product.rows > plan.MAX_ROWS and _has_block_rows(product):
+        from pallas_kernels.fp8_matmul.mosaic_gpu import block_rows
+
+        if block_rows.unsupported(product) is None:
+            return None
     if product.rows > plan.MAX_ROWS and not _in_parts(product):  # XLA multiplies them
         return None if are_codes else _not_quantised(product.depth)
     if _in_parts(product) and (reason := plan.unfit_rows(product.rows, plan.MOST_IN_PARTS)):
@@ -314,21 +316,6 @@ def unsupported(product: Product) -> str | None:
     from pallas_kernels.fp8_matmul.mosaic_gpu.product import product_of
 
     return plan.unfit(product_of(product.with_rows(min(product.rows, plan.MAX_ROWS))))
-
-
-def _is_decoded(product: Product) -> bool:
-    """Return whether rows and weights are bfloat16 arrays before the product.
-
-    In blocks they have no product of codes for many rows, and one order needs one product.
-    """
-    return product.in_order and product.rows > plan.MAX_ROWS and _has_block_rows(product)
-
-
-def _decoded(product: Product) -> Product:
-    """Return the product of bfloat16 arrays."""
-    arrays = (jax.ShapeDtypeStruct(a.shape, jnp.bfloat16) for a in (product.x, *product.weights))
-    x, *weights = arrays
-    return replace(product, x=x, weights=tuple(weights))
 
 
 def _in_parts(product: Product) -> bool:

@@ -27,6 +27,7 @@ pytestmark = [
     pytest.mark.aot,
     pytest.mark.skipif(h200.unavailable() is not None, reason=str(h200.unavailable())),
 ]
+BLOCK_ROWS = [n for n, s in FP8.items() if s.form == "block" and s.rows == 1 and "head" not in n]
 OTHER_WORK = r"= \S+ (?:copy|fusion|transpose|concatenate|dot|pad)\(.*"
 
 
@@ -218,6 +219,25 @@ def float32(*shape: int) -> jax.ShapeDtypeStruct:
 
 def bfloat16(*shape: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+
+
+@pytest.mark.parametrize("rows", [65, 144, 256, 2016])
+@pytest.mark.parametrize("name", BLOCK_ROWS)
+def test_many_rows_in_blocks_keep_their_sums_in_registers(name: str, rows: int) -> None:
+    """A kernel quantises the rows, and one multiplies by each weight, which stays in place."""
+    shape = dataclasses.replace(FP8[name], rows=rows)
+    inputs = jax.eval_shape(lambda: make_fp8(shape, 0))
+    with mock.patch.dict(os.environ, {"MOSAIC_GPU_DUMP_PTX": "1"}), h200.ptxas_report() as report:
+        run = functools.partial(fp8_matmul.fp8_matmul, implementation="mosaic_gpu")
+        hlo = h200.compile_for_h200(run, inputs).as_text()
+        ptx = report()
+    is_quantised = shape.depth % 1024 == 0  # by a kernel
+    products = 1 if shape.swiglu else len(set(shape.widths))  # equal ones share a kernel
+    assert h200.stack_and_spills(ptx) == [(0, 0, 0)] * (is_quantised + products)
+    assert "serialized" not in ptx
+    others = re.findall(OTHER_WORK, hlo)
+    weights = [f"f8e4m3fn[{width},{shape.depth}]" for width in shape.widths]
+    assert not [line for line in others for weight in weights if weight in line], others
 
 
 @pytest.mark.parametrize("rows", [65, 256])

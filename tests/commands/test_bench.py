@@ -27,6 +27,7 @@ from jaxspec.decode import programs
 from jaxspec.decode.verify import verify_rows
 from jaxspec.drafts.families import layered
 from jaxspec.drafts.mtp import LAYOUTS
+from jaxspec.layers import op_choice
 from jaxspec.parallel.layout import Placement
 from jaxspec.tools.benchmark import timing, workload
 from jaxspec.tools.benchmark.cases import MATRIX, PRESETS, TARGETS, Case, select, target_of
@@ -472,6 +473,17 @@ def test_flags_pick_from_a_preset_and_greedy_rules_are_one():
         == 1
     )
     assert set(PRESETS) == {"targets", "axes", "full", "hybrid"}
+
+
+@pytest.mark.parametrize("wanted", [None, False, True])
+def test_programs_sum_prompts_in_the_order_that_the_engine_chose(
+    wanted: bool | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    every = Ops(**dict.fromkeys(Ops().names(), "mosaic_gpu"))
+    monkeypatch.setattr(op_choice, "choose", lambda *args, **named: every)
+    effort = workload.Effort(prefill_in_order=wanted)
+    for cfg in workload.configure(TINY, "float32", {"rms_norm": "reference"}, effort)[:2]:
+        assert cfg.ops == replace(every, rms_norm="reference", prefill_in_order=wanted is not False)
 
 
 # --- the floor

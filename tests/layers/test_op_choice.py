@@ -21,9 +21,11 @@ from jaxspec.decode import several_rounds as rounds
 from jaxspec.decode.programs import Program
 from jaxspec.engine import round_configs
 from jaxspec.layers import op_choice
+from jaxspec.layers.params import Weight
 from jaxspec.parallel.layout import Placement
 from jaxspec.tools.benchmark.dimensions import HYBRID, MODELS, draft_config
 from pallas_kernels import hopper
+from pallas_kernels.int4_matmul import Int4Weight
 from tests.kernels.interpreter import needs_mosaic
 from tests.support.tiny import tiny_model
 
@@ -489,21 +491,27 @@ def test_a_gpu_that_jax_does_not_see_is_a_warning(
 
 
 @pytest.mark.parametrize(
-    ("wanted", "gigabytes", "in_order"),
+    ("wanted", "target", "in_order"),
     [
-        (None, 0.27, True),
-        (None, 1.0, False),
-        (None, 16.0, False),
-        (True, 16.0, True),
-        (False, 0.27, False),
+        (None, "small", True),
+        (None, "large", False),
+        (None, "large int4", True),
+        (True, "large", True),
+        (False, "small", False),
+        (False, "large int4", False),
     ],
 )
-def test_small_targets_sum_prompts_in_order_unless_the_caller_says_otherwise(
-    wanted: bool | None, gigabytes: float, in_order: bool
+def test_small_and_int4_targets_sum_prompts_in_order_unless_the_caller_says_otherwise(
+    wanted: bool | None, target: str, in_order: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    size = int(gigabytes * (1 << 30))
-    assert op_choice.with_prefill_order(EVERY, wanted, size).prefill_in_order is in_order
-    assert op_choice.with_prefill_order(Ops(), wanted, size) == Ops(), "no kernel sums"
+    monkeypatch.setattr(op_choice, "IN_ORDER_BELOW_BYTES", 1 << 20)
+    plain = jnp.zeros(((1 << 20) - (target == "small"),), jnp.uint8)
+    params: dict[str, Any] = {"layers": [{"o": Weight(plain)}]}
+    if "int4" in target:
+        words, scales = jnp.zeros((1, 1, 128), jnp.uint32), jnp.ones((1, 16), jnp.bfloat16)
+        params["layers"].append({"o": Int4Weight(words, scales)})
+    assert op_choice.with_prefill_order(EVERY, wanted, params).prefill_in_order is in_order
+    assert op_choice.with_prefill_order(Ops(), wanted, params) == Ops(), "no kernel sums"
 
 
 @pytest.mark.parametrize("wanted", [None, False, True])

@@ -85,7 +85,7 @@ class Effort:
 
     rounds:          calls dispatched back to back
     repeats:         how often they are timed
-    rounds_per_step, max_num_batched_tokens: the engine's (EngineConfig)
+    rounds_per_step, max_num_batched_tokens, prefill_in_order: the engine's (EngineConfig)
     cuda_graphs:     RoundConfig's; None leaves the choice to the engine
     pause:           seconds of idling before each repeat (see back_to_back)
     """
@@ -94,6 +94,7 @@ class Effort:
     repeats: int = 5
     rounds_per_step: int | None = None
     max_num_batched_tokens: int | None = None
+    prefill_in_order: bool | None = None
     cuda_graphs: bool | None = None
     pause: float = 0.0
 
@@ -251,6 +252,7 @@ def _engines(
             batch_buckets=(case.batch,),
             rounds_per_step=effort.rounds_per_step,
             max_num_batched_tokens=effort.max_num_batched_tokens,
+            prefill_in_order=effort.prefill_in_order,
             num_gpu_blocks_override=(case.batch * pages,)
             * len(groups),  # blocks of every group, as the requests start in all of them
         )
@@ -277,9 +279,9 @@ def _round_configs(
         synthetic.rates_from_length(case.acceptance_length, case.num_speculative_tokens)
     )
     for engine in (llm, plain):
-        engine.runner.configs.override(
-            ops=replace(engine.kernels, **chosen), cuda_graphs=effort.cuda_graphs
-        )
+        configs = engine.runner.configs
+        ops = replace(configs.greedy.ops, **chosen)
+        configs.override(ops=ops, cuda_graphs=effort.cuda_graphs)
     llm.runner.configs.override(acceptance_rates=rates)
 
     features = SamplingFeatures(sampled=case.temperature > 0)

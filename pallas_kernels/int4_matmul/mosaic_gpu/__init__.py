@@ -5,8 +5,8 @@ operations on a pair: its four bits below the exponent of 128, less 128 and the 
 The scale of a group multiplies float32 sums. So a weight is never rounded.
 
 Up to 256 rows are multiplied 64 at a time: XLA dequantises the weights first, which takes longer
-(docs/notes/fp8-int4-products.md). In order, as in prefill, a kernel dequantises them for any number
-of rows above 64.
+(docs/notes/fp8-int4-products.md). In order, as in prefill by default, a kernel dequantises them for
+any number of rows above 64.
 
 The order of summation depends on the weights alone: on their shapes and on the group (plan.py).
 

@@ -7,6 +7,10 @@ of rows (docs/notes/prefill-products.md has the cost).
 Warpgroups of a CTA multiply 64 rows each, and one more starts the TMA copies. CTAs stay for all of
 their tiles, so copies of the next tile are in flight while one ends. Copies fill rows beyond the
 last one with zeros, and write none of them.
+
+Operands are bfloat16, or codes in fp8 with a scale for each 128 depths of a row, and for each block
+of 128 x 128 of a weight. A product of codes ends after 128 depths, or after 64 where these are left
+over: registers add it, times its scales, to the sums in float32.
 """
 
 from __future__ import annotations
@@ -36,31 +40,48 @@ from pallas_kernels.types import Accumulator, Barrier, Index, Ref, Slice
 T = TypeVar("T")  # an array, the kernel's ref, or its type
 
 LAYOUT = plgpu.Layout.WGMMA
-TILE_K = 64  # depth of a step
+STEP_BYTES = 128  # of the depth, in each row: TILE_K in bfloat16, a block of codes
+TILE_K = STEP_BYTES // 2
+BLOCK = STEP_BYTES  # depths and columns of codes that share a scale
 PIECE = 64  # columns of a result that are written at once
 # Rows and columns of a tile; of gate and up, half as many columns of each.
 TILES = ((128, 256), (128, 192), (128, 128), (128, 64), (64, 256), (64, 128), (192, 128), (192, 64))
 SLOTS = 2  # pieces of a warpgroup in flight
 # Of a CTA's step and of all CTAs together, fitted to 150 tiles of 144 to 2,016 rows on an H200.
-VALUES_A_MICROSECOND = 40_960  # sums of a step of 64
+VALUES_A_MICROSECOND = 40_960  # sums of a step: codes multiply twice as many depths in the time
 BYTES_A_MICROSECOND = 80_000
 BYTES_OF_ALL_A_MICROSECOND = 9_000_000
+ROW_TILE = 8  # rows that a TMA copy swizzles together
 MIN_STAGES = 2  # a slot is free after the next step's product has started
+MOST_SUMS_OF_CODES = 128  # columns of a warpgroup, whose registers have each sum twice
+
+
+class BlockScales(NamedTuple, Generic[T]):
+    """Scales of codes, float32.
+
+    rows:    [depth / BLOCK rounded up, rows of all tiles or more]
+    weights: of each weight, [width / BLOCK rounded up, depth / BLOCK rounded up]
+    """
+
+    rows: T
+    weights: tuple[T, ...]
 
 
 class Operands(NamedTuple, Generic[T]):
-    """Operands of the kernel, in bfloat16.
+    """Operands of the kernel: bias and residual in bfloat16, the others too or float8_e4m3fn.
 
     x:        [rows, depth]
-    weights:  one [depth, width], or gate and up
+    weights:  one [depth, width], or gate and up; codes are [width, depth]
     bias:     [width]
     residual: [rows, width]
+    scales:   of codes; None without them
     """
 
     x: T
     weights: tuple[T, ...]
     bias: T | None
     residual: T | None
+    scales: BlockScales[T] | None = None
 
 
 class Scratch(NamedTuple, Generic[T]):
@@ -109,28 +130,34 @@ class Tuning:
         """Return how many stages of the ring fit."""
         out = self.consumers * SLOTS * CONSUMER_ROWS * PIECE * 2
         fixed = out + 2048  # barriers, alignment
-        return (MAX_SMEM - fixed) // (TILE_K * (self.rows + products * self.tile) * 2)
+        return (MAX_SMEM - fixed) // (STEP_BYTES * (self.rows + products * self.tile))
 
     def tiles(self, rows: int, width: int) -> int:
         """Return the tiles of a result."""
         return -(-rows // self.rows) * (width // self.tile)
 
-    def microseconds(self, product: Product) -> float:
-        """Return the estimate by which tiles are chosen: within 3 % of the best one measured."""
+    def microseconds(self, product: Product, steps: int) -> float:
+        """Return the estimate by which tiles are chosen.
+
+        In bfloat16 it is within 3 % of the best one measured.
+        """
         tiles, columns = self.tiles(product.rows, product.width), product.accumulators * self.tile
         ctas = min(tiles, self.ctas)
-        read = (self.rows + columns) * TILE_K * 2  # of a step
+        read = (self.rows + columns) * STEP_BYTES  # of a step
         step = max(
             self.rows * columns / VALUES_A_MICROSECOND,
             read / BYTES_A_MICROSECOND,
             ctas * read / BYTES_OF_ALL_A_MICROSECOND,
         )
-        return -(-tiles // ctas) * (step * product.depth / TILE_K + 1)
+        return -(-tiles // ctas) * (step * steps + 1)
 
 
-def tunings(product: Product) -> list[Tuning]:
+def tunings(product: Product, *, codes: bool = False) -> list[Tuning]:
     """Return the tiles that divide the product's width."""
-    found = (Tuning(rows, columns // product.accumulators) for rows, columns in TILES)
+    found = [Tuning(rows, columns // product.accumulators) for rows, columns in TILES]
+    if codes:
+        most = MOST_SUMS_OF_CODES // product.accumulators
+        found = [tuning for tuning in found if tuning.tile // tuning.side_by_side <= most]
     return [
         tuning
         for tuning in found
@@ -138,9 +165,11 @@ def tunings(product: Product) -> list[Tuning]:
     ]
 
 
-def choose_tuning(product: Product) -> Tuning:
+def choose_tuning(product: Product, *, codes: bool = False) -> Tuning:
     """Return the tile whose waves take least time."""
-    return min(tunings(product), key=lambda tuning: tuning.microseconds(product))
+    steps = -(-product.depth // (BLOCK if codes else TILE_K))
+    found = tunings(product, codes=codes)
+    return min(found, key=lambda tuning: tuning.microseconds(product, steps))
 
 
 def unsupported(product: Product) -> str | None:
@@ -166,32 +195,47 @@ def matmul(inputs: Inputs, *, decoded: bool = False, tuning: Tuning | None = Non
     if len(inputs.weights) > 1 and not inputs.swiglu:
         parts = (matmul(part, decoded=decoded, tuning=tuning) for part in inputs.by_weight())
         return jnp.concatenate(tuple(parts), axis=-1)
-    rows = inputs.x.shape[0]
-    # TMA ends a copy where the array ends; the interpreter does not.
     tuning = tuning or choose_tuning(Product.of(inputs))
-    idle = -rows % tuning.rows if interpreting() else 0
-    padding = ((0, idle), (0, 0))
-    x, residual = inputs.x, inputs.residual
-    if idle:
-        x = jnp.pad(x, padding)
-        residual = None if residual is None else jnp.pad(residual, padding)
-    operands = Operands(x, inputs.weights, inputs.bias, residual)
+    operands = Operands(inputs.x, inputs.weights, inputs.bias, inputs.residual)
+    return multiply(operands, tuning, decoded=decoded)
+
+
+def multiply(operands: Operands[jax.Array], tuning: Tuning, *, decoded: bool = False) -> jax.Array:
+    """Return the product in bfloat16, [rows, width]; see matmul."""
+    rows = operands.x.shape[0]
+    if operands.scales is not None:
+        tiles = -(-rows // tuning.rows) * tuning.rows
+        by_row = _padded(operands.scales.rows, 0, max(0, tiles - operands.scales.rows.shape[1]))
+        operands = operands._replace(scales=operands.scales._replace(rows=by_row))
+    # TMA ends a copy where the array ends, and fills the rest with zeros; the interpreter does not.
+    idle, residual = -rows % (tuning.rows if interpreting() else ROW_TILE), operands.residual
+    residual = None if residual is None else _padded(residual, idle, 0)
+    operands = operands._replace(x=_padded(operands.x, idle, 0), residual=residual)
     out = _matmul(operands, decoded=decoded, tuning=tuning)
     return out[:rows] if idle else out
+
+
+def _padded(x: jax.Array, rows: int, columns: int) -> jax.Array:
+    return jnp.pad(x, ((0, rows), (0, columns))) if rows or columns else x
 
 
 # Compiled as a function of its own, so that layers and programs share one kernel.
 @lowered_once(static_argnames=("decoded", "tuning"))
 def _matmul(operands: Operands[jax.Array], *, decoded: bool, tuning: Tuning) -> jax.Array:
-    (rows, depth), width = operands.x.shape, operands.weights[0].shape[1]
-    tile, products, steps = tuning.tile, len(operands.weights), depth // TILE_K
+    (rows, depth), dtype = operands.x.shape, operands.x.dtype
+    are_codes = operands.scales is not None
+    width = operands.weights[0].shape[0 if are_codes else 1]
+    tile_k = STEP_BYTES // dtype.itemsize
+    if depth % tile_k:  # half a block of codes is left
+        tile_k = BLOCK // 2
+    tile, products, steps = tuning.tile, len(operands.weights), depth // tile_k
     consumers, side_by_side = tuning.consumers, tuning.side_by_side
     own_tile = tile // side_by_side  # columns of a warpgroup
     tiles, row_tiles = tuning.tiles(rows, width), -(-rows // tuning.rows)
     ctas = min(tiles, tuning.ctas)
     # A CTA may have a tile less than others.
     stages = min(tuning.stages(products), tiles // ctas * steps)
-    ring = ManyRowsRing(stages, steps, TILE_K, consumers)
+    ring = ManyRowsRing(stages, steps, tile_k, consumers)
     registers = RegisterShares(consumers, *((232, 40) if consumers == 2 else (160, 24)))
     pieces, pdl = own_tile // PIECE, not interpreting()
     assert stages >= MIN_STAGES and width % tile == 0 and own_tile % PIECE == 0, tuning
@@ -212,9 +256,10 @@ def _matmul(operands: Operands[jax.Array], *, decoded: bool, tuning: Tuning) -> 
         def load_weights(turn: jax.Array) -> None:
             slot, k = ring.place(turn)
             _, column = first_of(lax.div(turn, steps))
+            columns = pl.ds(column, tile)
             for i, weight in enumerate(operands.weights):
                 plgpu.copy_gmem_to_smem(
-                    weight.at[k, pl.ds(column, tile)],
+                    weight.at[columns, k] if are_codes else weight.at[k, columns],
                     scratch.weights.at[slot, i],
                     scratch.full.at[slot],
                 )
@@ -268,6 +313,39 @@ def _matmul(operands: Operands[jax.Array], *, decoded: bool, tuning: Tuning) -> 
                 plgpu.barrier_arrive(scratch.consumed.at[last])
                 return found
 
+            def add_blocks(
+                first_turn: jax.Array, scales: BlockScales[Ref], rows: Slice, column: jax.Array
+            ) -> tuple[jax.Array, ...]:
+                """Return the sums of products of codes, each 128 depths times their scales."""
+                shape = CONSUMER_ROWS, own_tile
+
+                def step(turn: jax.Array, totals: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+                    slot, k = ring.place(turn)
+                    block = lax.div(k.start, BLOCK)
+                    by_row = load(scales.rows.at[block, rows], LAYOUT.reduce(1), optimized=False)
+                    of_weights = [ref[lax.div(column, BLOCK), block] for ref in scales.weights]
+                    plgpu.barrier_wait(scratch.full.at[slot])
+
+                    def accumulate(*sums: Accumulator) -> tuple[jax.Array, ...]:
+                        for i, acc in enumerate(sums):
+                            weights = scratch.weights.at[slot, i, own_columns]
+                            plgpu.wgmma(acc, scratch.x.at[slot, mine], weights.transpose((1, 0)))
+                        plgpu.wgmma_wait(0)
+                        return tuple(lax.optimization_barrier(acc[...]) for acc in sums)
+
+                    found = pl.run_scoped(accumulate, *(plgpu.ACC(shape, jnp.float32),) * products)
+                    plgpu.barrier_arrive(scratch.consumed.at[slot])
+                    factors = [
+                        lax.broadcast_in_dim(by_row * scale, shape, [0]) for scale in of_weights
+                    ]
+                    return tuple(
+                        total + added * factor
+                        for total, added, factor in zip(totals, found, factors, strict=True)
+                    )
+
+                zeros = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), LAYOUT)
+                return lax.fori_loop(first_turn, first_turn + steps, step, (zeros,) * products)
+
             @pl.loop(0, tiles_here)
             def _tile(index: jax.Array) -> None:
                 row, column = first_of(index)
@@ -290,8 +368,11 @@ def _matmul(operands: Operands[jax.Array], *, decoded: bool, tuning: Tuning) -> 
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # of the tile before
                 for piece in range(min(SLOTS, pieces)):
                     load_residual(piece)
-                shape = plgpu.ACC((CONSUMER_ROWS, own_tile), jnp.float32)
-                sums = pl.run_scoped(partial(accumulate, index * steps), *(shape,) * products)
+                if operands.scales is None:
+                    shape = plgpu.ACC((CONSUMER_ROWS, own_tile), jnp.float32)
+                    sums = pl.run_scoped(partial(accumulate, index * steps), *(shape,) * products)
+                else:
+                    sums = add_blocks(index * steps, operands.scales, rows_here, column)
                 for piece in range(pieces):
                     slot, columns = piece % SLOTS, slice(piece * PIECE, (piece + 1) * PIECE)
                     target = scratch.out.at[wg, slot]
@@ -311,7 +392,13 @@ def _matmul(operands: Operands[jax.Array], *, decoded: bool, tuning: Tuning) -> 
 
             plgpu.wait_smem_to_gmem(0)
 
-    transforms = (plgpu.TilingTransform((8, TILE_K)), plgpu.SwizzleTransform(128))
+    swizzle = plgpu.SwizzleTransform(tile_k * dtype.itemsize)
+    transforms = (plgpu.TilingTransform((ROW_TILE, tile_k)), swizzle)
+    out_transforms = (
+        plgpu.TilingTransform((ROW_TILE, PIECE)),
+        plgpu.SwizzleTransform(2 * PIECE),
+    )
+    step_of_weights = (tile, tile_k) if are_codes else (tile_k, tile)
     fused = "_swiglu" * (products == 2) + "_biased" * (operands.bias is not None)
     fused += "_residual" * (operands.residual is not None)
     call = plgpu.kernel(
@@ -321,15 +408,17 @@ def _matmul(operands: Operands[jax.Array], *, decoded: bool, tuning: Tuning) -> 
         grid_names=("cta",),
         num_threads=consumers + 1,
         thread_name="wg",
-        kernel_name=f"matmul_{depth}x{width}_rows{rows}{fused}",
+        kernel_name=f"{'fp8_' * are_codes}matmul_{depth}x{width}_rows{rows}{fused}",
         scratch_types=[
             Scratch(
-                x=plgpu.SMEM((stages, tuning.rows, TILE_K), jnp.bfloat16, transforms=transforms),
+                x=plgpu.SMEM((stages, tuning.rows, tile_k), dtype, transforms=transforms),
                 weights=plgpu.SMEM(
-                    (stages, products, TILE_K, tile), jnp.bfloat16, transforms=transforms
+                    (stages, products, *step_of_weights), dtype, transforms=transforms
                 ),
                 out=plgpu.SMEM(
-                    (consumers, SLOTS, CONSUMER_ROWS, PIECE), jnp.bfloat16, transforms=transforms
+                    (consumers, SLOTS, CONSUMER_ROWS, PIECE),
+                    jnp.bfloat16,
+                    transforms=out_transforms,
                 ),
                 full=plgpu.Barrier(num_barriers=stages, num_arrivals=1 + products),
                 consumed=ring.consumed(1),
