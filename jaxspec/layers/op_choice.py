@@ -141,8 +141,8 @@ def with_prefill_order(ops: Ops, wanted: bool | None, target: Params) -> Ops:
     """Return ops that sum the products of prompts in one order for all sizes of prefill calls.
 
     wanted: EngineConfig.prefill_in_order
-    target: the weights, some of them on each device. Products of small ones take as long in order.
-            In int4 a kernel decodes the weights then, which saves more time than the order takes
+    target: its weights. None means small targets, and those with products in int4: in order a
+            kernel decodes them, which saves more time than the order takes
     """
     if ops.matmul == "reference":
         if wanted and jax.default_backend() == "gpu":
@@ -152,15 +152,19 @@ def with_prefill_order(ops: Ops, wanted: bool | None, target: Params) -> Ops:
             )
         return ops
     if wanted is None:
-        wanted = bytes_on_device(target) < IN_ORDER_BELOW_BYTES or _has_int4(target)
+        wanted = bytes_on_device(target) < IN_ORDER_BELOW_BYTES or _multiplies_int4(target)
     return replace(ops, prefill_in_order=wanted)
 
 
-def _has_int4(params: Params) -> bool:
+def _multiplies_int4(target: Params) -> bool:
+    """Return whether layers have int4 outside of their experts, which have kernels of their own."""
+
     def is_int4(leaf: object) -> bool:
         return isinstance(leaf, Int4Weight)
 
-    return any(map(is_int4, jax.tree.leaves(params, is_leaf=is_int4)))
+    layers: Any = target.get("layers", ())
+    products = [{name: layer[name] for name in layer if name != "experts"} for layer in layers]
+    return any(map(is_int4, jax.tree.leaves(products, is_leaf=is_int4)))
 
 
 def _rounds_to_fp8(target: TargetConfig, cache_dtype: DTypeLike) -> bool:

@@ -558,8 +558,8 @@ def _choose_backend(
     """Return the op's implementation for this product, and the rows of padding it needs.
 
     The kernels serve the few rows of a decode step, gate and up of 128 or 256 rows, and all rows of
-    prefill in order. XLA multiplies the others; the log says so once, with the reason. Of fp8
-    weights, XLA multiplies more rows within the op, and kernels quantise them.
+    prefill in order and of fp8 blocks. XLA multiplies the others; the log says so once, with the
+    reason. Of other fp8 weights, XLA multiplies more rows within the op, and kernels quantise them.
     """
     rows, depth = x.shape
     if ops.matmul == "reference":  # XLA multiplies one row by a kernel of its own

@@ -300,10 +300,11 @@ def unsupported(product: Product) -> str | None:
         return f"expected bfloat16 rows, got {product.x.dtype}"
     weights = product.weights
     if product.rows > plan.MAX_ROWS and _has_block_rows(product):
-        from pallas_kernels.fp8_matmul.mosaic_gpu import block_rows
+        from pallas_kernels.fp8_matmul.mosaic_gpu import block_scales
 
-        if block_rows.unsupported(product) is None:
-            return None
+        reason = block_scales.unsupported(product)
+        if reason is None or product.in_order:
+            return reason
     if product.rows > plan.MAX_ROWS and not _in_parts(product):  # XLA multiplies them
         return None if are_codes else _not_quantised(product.depth)
     if _in_parts(product) and (reason := plan.unfit_rows(product.rows, plan.MOST_IN_PARTS)):

@@ -211,7 +211,7 @@ SMALL: dict[str, tuple[int, tuple[int, ...], int, str]] = {
     "swiglu": (512, (128, 128), 3, "swiglu"),
     "swiglu, 32 rows": (512, (64, 64), 32, "swiglu"),
     "float32": (512, (128,), 3, "float32"),
-    "72 rows, 64 at a time or by XLA": (1024, (64,), 72, "residual"),
+    "72 rows, by the kernel of many rows or by XLA": (1024, (64,), 72, "residual"),
     "three weights": (576, (320, 64, 64), 4, ""),
     "three weights, bias": (576, (320, 64, 64), 3, "bias"),
     "three weights, residual": (576, (128, 64, 64), 2, "residual"),

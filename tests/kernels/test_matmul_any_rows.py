@@ -268,8 +268,8 @@ def test_products_of_int4_say_that_a_kernel_makes_their_weights(
     x = jnp.ones((144, 256), jnp.bfloat16)
     with interpreted():
         weight, _ = int4_weight(0, 128, 256, group=128, zeros=False)
-        codes = Inputs(x=x, weights=(weight,), in_order=True)
-        int4_matmul(codes, implementation="mosaic_gpu")
+        int4 = Inputs(x=x, weights=(weight,), in_order=True)
+        int4_matmul(int4, implementation="mosaic_gpu")
         plain = Inputs(x=x, weights=(jnp.ones((256, 128), jnp.bfloat16),), in_order=True)
         matmul(plain, implementation="mosaic_gpu")
     assert said == [True, False]

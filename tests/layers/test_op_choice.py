@@ -496,6 +496,7 @@ def test_a_gpu_that_jax_does_not_see_is_a_warning(
         (None, "small", True),
         (None, "large", False),
         (None, "large int4", True),
+        (None, "large, experts in int4", False),
         (True, "large", True),
         (False, "small", False),
         (False, "large int4", False),
@@ -509,7 +510,8 @@ def test_small_and_int4_targets_sum_prompts_in_order_unless_the_caller_says_othe
     params: dict[str, Any] = {"layers": [{"o": Weight(plain)}]}
     if "int4" in target:
         words, scales = jnp.zeros((1, 1, 128), jnp.uint32), jnp.ones((1, 16), jnp.bfloat16)
-        params["layers"].append({"o": Int4Weight(words, scales)})
+        name = "experts" if "experts" in target else "o"
+        params["layers"].append({name: Int4Weight(words, scales)})
     assert op_choice.with_prefill_order(EVERY, wanted, params).prefill_in_order is in_order
     assert op_choice.with_prefill_order(Ops(), wanted, params) == Ops(), "no kernel sums"
 

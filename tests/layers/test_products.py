@@ -240,7 +240,7 @@ def test_a_bias_is_added_before_the_product_is_rounded(rows: int, residual: bool
 
 
 def test_rows_are_padded_to_what_multiplies_them() -> None:
-    """Of fp8: cuBLAS, but kernels 64 rows at a time where blocks have scales."""
+    """Of fp8: cuBLAS, but a kernel where blocks have scales."""
     padded = {
         (form, rows): chosen(rows, 1024, layers._Operands.of((fp8_weight(0, 128, 1024, form),)))
         for form in ("channel", "block")

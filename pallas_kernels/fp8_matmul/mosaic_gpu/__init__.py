@@ -12,15 +12,15 @@ and registers add it to the others in float32 (DeepSeek-V3 technical report, sec
 XLA (cublasLt) multiplies more rows, a narrow result from great depths in parts of the depth. Of up
 to 256 rows with one scale each, a kernel makes the next product's codes from the float32 sums.
 Gate, up and SwiGLU of 128 and 256 rows have a kernel for most widths. Blocks of scales have no
-library call. The kernel for any number of rows multiplies them (block_rows.py). Where it does not,
-as for results in float32, up to 256 rows are multiplied 64 at a time, and XLA dequantises the
+library call. The kernel for any number of rows multiplies them (block_scales.py). Where it does
+not, as for results in float32, up to 256 rows are multiplied 64 at a time, and XLA dequantises the
 operands of more. Several weights, which blocks of scales keep apart, are multiplied one by one.
 
 The order of summation of few rows depends on the weights alone (pallas_kernels/matmul/plan.py).
 
     row_parts.py         how warps reduce whole rows, and what a product has found in them
     quantise.py          rows in fp8, after a norm or as they are
-    block_rows.py        many rows and weights with scales of blocks
+    block_scales.py      many rows and weights with scales of blocks
     many_rows_swiglu.py  gate, up and SwiGLU of 128 or 256 rows
     swiglu_rows.py       SwiGLU of other many rows in fp8, from cuBLAS's sums
     own_rows.py          few rows that the product norms and quantises itself
@@ -36,7 +36,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.fp8_matmul import reference
 from pallas_kernels.fp8_matmul import rows as plain
-from pallas_kernels.fp8_matmul.mosaic_gpu import block_rows, many_rows_swiglu, own_rows, row_parts
+from pallas_kernels.fp8_matmul.mosaic_gpu import block_scales, many_rows_swiglu, own_rows, row_parts
 from pallas_kernels.fp8_matmul.mosaic_gpu.product import Made, multiply, product_of
 from pallas_kernels.fp8_matmul.mosaic_gpu.quantise import (
     Sums,
@@ -141,8 +141,8 @@ def multiply_quantised(rows: Rows, inputs: Inputs[Fp8Weight], *, measures: bool 
         made = [multiply(rows, each).out for each in inputs.by_weight()]
         return Made(jnp.concatenate(made, axis=1))
     assert not measures and inputs.squares is None
-    if not block_rows.unsupported(Product.of(inputs)):
-        return Made(block_rows.multiply(rows, inputs))
+    if not block_scales.unsupported(Product.of(inputs)):
+        return Made(block_scales.multiply(rows, inputs))
     if rows.scales.ndim < 2 or count > MOST_IN_PARTS:
         return Made(reference.multiply(rows, inputs))
     parts = [(start, min(start + MAX_ROWS, count)) for start in range(0, count, MAX_ROWS)]

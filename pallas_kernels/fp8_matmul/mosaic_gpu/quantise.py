@@ -23,6 +23,7 @@ from pallas_kernels.fp8_matmul.rows import RowNorm, Rows
 from pallas_kernels.fp8_matmul.weight import BLOCK, DTYPE, LARGEST, Activation
 from pallas_kernels.hopper import WARPS, interpreting
 from pallas_kernels.lowered_once import lowered_once
+from pallas_kernels.matmul.mosaic_gpu import any_rows
 from pallas_kernels.matmul.plan import MAX_ROWS, REDUCTION_BYTES, padded_rows
 from pallas_kernels.mosaic import load, store
 from pallas_kernels.types import Ref
@@ -102,10 +103,11 @@ def _quantise(
     rows, depth = values.shape
     gain, eps = (None, eps) if norm is None else (norm.gain, norm.eps)
     assert squares is None or (activation == "token" and norm is None)
-    # The product of few rows reads whole tiles of scales. Those past the last row are not written.
+    # Products read whole tiles of scales. Those past the last row are not written.
     padded = padded_rows(rows) if rows <= MAX_ROWS else rows
     if activation == "block":
         assert not isinstance(x, Sums)
+        padded = padded if rows <= MAX_ROWS else any_rows.padded_rows(rows)
         shape, body = (depth // BLOCK, BLOCK), _by_block(depth, eps)
         scales_shape, scratch = (depth // BLOCK, padded), ()
     else:

@@ -9,8 +9,8 @@ their tiles, so copies of the next tile are in flight while one ends. Copies fil
 last one with zeros, and write none of them.
 
 Operands are bfloat16, or codes in fp8 with a scale for each 128 depths of a row, and for each block
-of 128 x 128 of a weight. A product of codes ends after 128 depths, or after 64 where these are left
-over: registers add it, times its scales, to the sums in float32.
+of 128 x 128 of a weight. A product of codes ends after 128 depths, or after 64 where 128 do not
+divide the depth: registers add it, times its scales, to the sums in float32.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ from pallas_kernels.types import Accumulator, Barrier, Index, Ref, Slice
 T = TypeVar("T")  # an array, the kernel's ref, or its type
 
 LAYOUT = plgpu.Layout.WGMMA
-STEP_BYTES = 128  # of the depth, in each row: TILE_K in bfloat16, a block of codes
-TILE_K = STEP_BYTES // 2
-BLOCK = STEP_BYTES  # depths and columns of codes that share a scale
+TILE_K = 64  # depth of a step in bfloat16
+BLOCK = 128  # depths and columns of codes that share a scale
+STEP_BYTES = 128  # of a row in a step, at most: half a block of codes has 64
 PIECE = 64  # columns of a result that are written at once
 # Rows and columns of a tile; of gate and up, half as many columns of each.
 TILES = ((128, 256), (128, 192), (128, 128), (128, 64), (64, 256), (64, 128), (192, 128), (192, 64))
@@ -53,7 +53,19 @@ BYTES_A_MICROSECOND = 80_000
 BYTES_OF_ALL_A_MICROSECOND = 9_000_000
 ROW_TILE = 8  # rows that a TMA copy swizzles together
 MIN_STAGES = 2  # a slot is free after the next step's product has started
-MOST_SUMS_OF_CODES = 128  # columns of a warpgroup, whose registers have each sum twice
+MOST_SUMS_OF_CODES = 128  # columns of a warpgroup, whose registers have product and sum
+
+
+def padded_rows(rows: int) -> int:
+    """Return as many rows as all tiles have at most, of any tuning."""
+    return max(-(-rows // of_tile) * of_tile for of_tile, _ in TILES)
+
+
+def step_depth(depth: int, *, codes: bool) -> int:
+    """Return the depth of a step: TMA tiles divide the depth."""
+    if not codes:
+        return TILE_K
+    return BLOCK if depth % BLOCK == 0 else BLOCK // 2
 
 
 class BlockScales(NamedTuple, Generic[T]):
@@ -71,7 +83,7 @@ class Operands(NamedTuple, Generic[T]):
     """Operands of the kernel: bias and residual in bfloat16, the others too or float8_e4m3fn.
 
     x:        [rows, depth]
-    weights:  one [depth, width], or gate and up; codes are [width, depth]
+    weights:  one [depth, width], or gate and up. Codes are [width, depth]
     bias:     [width]
     residual: [rows, width]
     scales:   of codes; None without them
@@ -136,10 +148,10 @@ class Tuning:
         """Return the tiles of a result."""
         return -(-rows // self.rows) * (width // self.tile)
 
-    def microseconds(self, product: Product, steps: int) -> float:
-        """Return the estimate by which tiles are chosen.
+    def microseconds(self, product: Product) -> float:
+        """Return the estimate by which tiles are chosen: within 3 % of the best one in bfloat16.
 
-        In bfloat16 it is within 3 % of the best one measured.
+        Codes have half of the bytes, and the tensor cores multiply them at twice the rate.
         """
         tiles, columns = self.tiles(product.rows, product.width), product.accumulators * self.tile
         ctas = min(tiles, self.ctas)
@@ -149,13 +161,14 @@ class Tuning:
             read / BYTES_A_MICROSECOND,
             ctas * read / BYTES_OF_ALL_A_MICROSECOND,
         )
+        steps = product.depth * product.weights[0].dtype.itemsize / STEP_BYTES
         return -(-tiles // ctas) * (step * steps + 1)
 
 
-def tunings(product: Product, *, codes: bool = False) -> list[Tuning]:
+def tunings(product: Product) -> list[Tuning]:
     """Return the tiles that divide the product's width."""
     found = [Tuning(rows, columns // product.accumulators) for rows, columns in TILES]
-    if codes:
+    if product.weights[0].dtype.itemsize == 1:
         most = MOST_SUMS_OF_CODES // product.accumulators
         found = [tuning for tuning in found if tuning.tile // tuning.side_by_side <= most]
     return [
@@ -165,11 +178,9 @@ def tunings(product: Product, *, codes: bool = False) -> list[Tuning]:
     ]
 
 
-def choose_tuning(product: Product, *, codes: bool = False) -> Tuning:
+def choose_tuning(product: Product) -> Tuning:
     """Return the tile whose waves take least time."""
-    steps = -(-product.depth // (BLOCK if codes else TILE_K))
-    found = tunings(product, codes=codes)
-    return min(found, key=lambda tuning: tuning.microseconds(product, steps))
+    return min(tunings(product), key=lambda tuning: tuning.microseconds(product))
 
 
 def unsupported(product: Product) -> str | None:
@@ -225,9 +236,8 @@ def _matmul(operands: Operands[jax.Array], *, decoded: bool, tuning: Tuning) -> 
     (rows, depth), dtype = operands.x.shape, operands.x.dtype
     are_codes = operands.scales is not None
     width = operands.weights[0].shape[0 if are_codes else 1]
-    tile_k = STEP_BYTES // dtype.itemsize
-    if depth % tile_k:  # half a block of codes is left
-        tile_k = BLOCK // 2
+    tile_k = step_depth(depth, codes=are_codes)
+    steps_a_block = BLOCK // tile_k  # of codes
     tile, products, steps = tuning.tile, len(operands.weights), depth // tile_k
     consumers, side_by_side = tuning.consumers, tuning.side_by_side
     own_tile = tile // side_by_side  # columns of a warpgroup
@@ -239,6 +249,7 @@ def _matmul(operands: Operands[jax.Array], *, decoded: bool, tuning: Tuning) -> 
     registers = RegisterShares(consumers, *((232, 40) if consumers == 2 else (160, 24)))
     pieces, pdl = own_tile // PIECE, not interpreting()
     assert stages >= MIN_STAGES and width % tile == 0 and own_tile % PIECE == 0, tuning
+    assert not are_codes or BLOCK % own_tile == 0, tuning  # columns of one scale
 
     def body(operands: Operands[Ref], out: Ref, scratch: Scratch[Ref]) -> None:
         wg, cta = lax.axis_index("wg"), lax.axis_index("cta")
@@ -279,7 +290,8 @@ def _matmul(operands: Operands[jax.Array], *, decoded: bool, tuning: Tuning) -> 
             ring.produce(
                 *(turns, load_weights, load_x, scratch.consumed),
                 weights_first=not decoded,
-                # Down follows gate and up. A smaller kernel would crowd into the first free SMs.
+                # Down follows gate and up, or the kernel that makes its codes. A smaller product
+                # would crowd into the first free SMs.
                 launches_next=products == 2,
             )
 
@@ -316,24 +328,27 @@ def _matmul(operands: Operands[jax.Array], *, decoded: bool, tuning: Tuning) -> 
             def add_blocks(
                 first_turn: jax.Array, scales: BlockScales[Ref], rows: Slice, column: jax.Array
             ) -> tuple[jax.Array, ...]:
-                """Return the sums of products of codes, each 128 depths times their scales."""
+                """Return sums of products of codes, each times the scales of its depths."""
                 shape = CONSUMER_ROWS, own_tile
 
                 def step(turn: jax.Array, totals: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-                    slot, k = ring.place(turn)
-                    block = lax.div(k.start, BLOCK)
+                    slot, block = (
+                        lax.rem(turn, stages),
+                        lax.div(lax.rem(turn, steps), steps_a_block),
+                    )
                     by_row = load(scales.rows.at[block, rows], LAYOUT.reduce(1), optimized=False)
                     of_weights = [ref[lax.div(column, BLOCK), block] for ref in scales.weights]
                     plgpu.barrier_wait(scratch.full.at[slot])
 
-                    def accumulate(*sums: Accumulator) -> tuple[jax.Array, ...]:
+                    def multiply_block(*sums: Accumulator) -> tuple[jax.Array, ...]:
                         for i, acc in enumerate(sums):
                             weights = scratch.weights.at[slot, i, own_columns]
                             plgpu.wgmma(acc, scratch.x.at[slot, mine], weights.transpose((1, 0)))
                         plgpu.wgmma_wait(0)
                         return tuple(lax.optimization_barrier(acc[...]) for acc in sums)
 
-                    found = pl.run_scoped(accumulate, *(plgpu.ACC(shape, jnp.float32),) * products)
+                    block_sums = (plgpu.ACC(shape, jnp.float32),) * products
+                    found = pl.run_scoped(multiply_block, *block_sums)
                     plgpu.barrier_arrive(scratch.consumed.at[slot])
                     factors = [
                         lax.broadcast_in_dim(by_row * scale, shape, [0]) for scale in of_weights

@@ -43,7 +43,7 @@ def multiply(
         return jnp.concatenate(parts, axis=-1)
     codes = tuple(weight.codes for weight in inputs.weights)
     by_block = any_rows.BlockScales(rows.scales, tuple(weight.scales for weight in inputs.weights))
-    tuning = tuning or any_rows.choose_tuning(Product.of(inputs), codes=True)
+    tuning = tuning or any_rows.choose_tuning(Product.of(inputs))
     assert rows.codes.dtype == DTYPE
     operands = any_rows.Operands(rows.codes, codes, inputs.bias, inputs.residual, by_block)
     return any_rows.multiply(operands, tuning)

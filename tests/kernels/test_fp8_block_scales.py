@@ -4,6 +4,7 @@ row's bits depend on nothing beside it."""
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -17,7 +18,7 @@ from pallas_kernels.fp8_matmul.shapes import SHAPES, make_inputs
 from tests.kernels.interpreter import interpreted, needs_mosaic
 from tests.kernels.test_fp8_matmul import assert_close, fp8_weight, rows_of
 from tests.kernels.test_matmul import take
-from tests.kernels.test_matmul_any_rows import CALLS
+from tests.kernels.test_matmul_any_rows import CALLS, assert_same_in_calls
 
 pytestmark = needs_mosaic
 
@@ -60,13 +61,13 @@ def run(inputs: Inputs[Fp8Weight]) -> np.ndarray:
 
 def kernel(inputs: Inputs[Fp8Weight], *tuning: int, races: bool = False) -> np.ndarray:
     """The kernel with a tuning of its own: rows and columns of a tile, and CTAs."""
-    from pallas_kernels.fp8_matmul.mosaic_gpu import block_rows, quantised
+    from pallas_kernels.fp8_matmul.mosaic_gpu import block_scales, quantised
     from pallas_kernels.matmul.mosaic_gpu.any_rows import Tuning
 
     with interpreted():
         rows = quantised(inputs)
     with interpreted(races=races):
-        out = block_rows.multiply(rows, inputs, tuning=Tuning(*tuning))
+        out = block_scales.multiply(rows, inputs, tuning=Tuning(*tuning))
     return np.asarray(out).astype(np.float32)
 
 
@@ -84,9 +85,9 @@ def test_equals_float64(
     rows: int, depth: int, widths: tuple[int, ...], fused: tuple[str, ...]
 ) -> None:
     inputs = product(rows, depth, widths, *fused)
-    from pallas_kernels.fp8_matmul.mosaic_gpu import block_rows
+    from pallas_kernels.fp8_matmul.mosaic_gpu import block_scales
 
-    with mock.patch.object(block_rows, "multiply", wraps=block_rows.multiply) as multiply:
+    with mock.patch.object(block_scales, "multiply", wraps=block_scales.multiply) as multiply:
         assert_close(inputs, run(inputs))
     assert multiply.called
 
@@ -99,15 +100,16 @@ def test_bits_do_not_depend_on_tile_ring_or_ctas(swiglu: bool) -> None:
     inputs = product(200, 384, widths, fused)
     expected = kernel(inputs, 128, 64)
     assert np.abs(expected).max() > 0
-    tunings = any_rows.tunings(Product.of(inputs), codes=True)
+    tunings = any_rows.tunings(Product.of(inputs))
     assert len(tunings) == (3 if swiglu else 6)
     for tuning in tunings:
         got = kernel(inputs, tuning.rows, tuning.tile, 2)  # CTAs with several tiles
         np.testing.assert_array_equal(got, expected, err_msg=str(tuning))
 
 
-def test_bits_depend_neither_on_the_number_of_rows_nor_on_their_places() -> None:
-    inputs = product(300, 640, (128,), "residual")
+@pytest.mark.parametrize("depth", [640, 576])
+def test_bits_depend_neither_on_the_number_of_rows_nor_on_their_places(depth: int) -> None:
+    inputs = product(300, depth, (128,), "residual")
     expected = run(inputs)
     for count in (65, 72, 144, 200):
         np.testing.assert_array_equal(run(take(inputs, slice(count))), expected[:count])
@@ -150,23 +152,25 @@ def test_nan_stays_in_its_row_or_column() -> None:
     np.testing.assert_array_equal(np.isnan(run(replace(inputs, x=x, weights=(weight,)))), lost)
 
 
-@pytest.mark.parametrize(
-    ("rows", "depth", "widths", "out_dtype"),
-    [
-        (72, 256, (96,), "bfloat16"),
-        (72, 128, (128,), "bfloat16"),
-        (72, 256, (128,), "float32"),
-    ],
-)
+@pytest.mark.parametrize(("depth", "out_dtype"), [(128, "bfloat16"), (256, "float32")])
 def test_what_the_kernel_does_not_take_is_multiplied_64_rows_at_a_time(
-    rows: int, depth: int, widths: tuple[int, ...], out_dtype: str
+    depth: int, out_dtype: str
 ) -> None:
-    from pallas_kernels.fp8_matmul.mosaic_gpu import block_rows
+    from pallas_kernels.fp8_matmul import mosaic_gpu
 
-    inputs = replace(product(rows, depth, widths), out_dtype=jnp.dtype(out_dtype))
-    assert block_rows.unsupported(Product.of(inputs)) is not None
-    if unsupported(Product.of(inputs)) is None:
+    inputs = replace(product(72, depth, (128,)), out_dtype=jnp.dtype(out_dtype))
+    with mock.patch.object(mosaic_gpu, "multiply", wraps=mosaic_gpu.multiply) as multiply:
         assert_close(inputs, run(inputs))
+    assert [call.args[1].x.shape[0] for call in multiply.call_args_list] == [64, 8]
+
+
+def test_prefill_in_order_has_no_other_product() -> None:
+    """Then XLA multiplies, and the log gives the reason."""
+    weight = jax.eval_shape(lambda: fp8_weight(0, 128, 128, "block"))
+    product = Product(jax.ShapeDtypeStruct((72, 128), jnp.bfloat16), (weight,))
+    assert unsupported(product) is None
+    expected = "expected a depth that is a multiple of 64 from 192 on, got 128"
+    assert unsupported(replace(product, in_order=True)) == expected
 
 
 @pytest.mark.parametrize(
@@ -183,14 +187,14 @@ def test_what_the_kernel_does_not_take_is_multiplied_64_rows_at_a_time(
 def test_what_the_kernel_cannot_multiply_it_says(
     reason: str, depth: int, widths: tuple[int, ...], change: dict[str, Any]
 ) -> None:
-    from pallas_kernels.fp8_matmul.mosaic_gpu import block_rows
+    from pallas_kernels.fp8_matmul.mosaic_gpu import block_scales
 
     form = change.pop("form", "block")
     weights = tuple(
         jax.eval_shape(lambda width=width: fp8_weight(0, width, depth, form)) for width in widths
     )
     product = Product(jax.ShapeDtypeStruct((72, depth), jnp.bfloat16), weights, **change)
-    assert block_rows.unsupported(product) == reason
+    assert block_scales.unsupported(product) == reason
 
 
 # ---- on the device
@@ -199,11 +203,21 @@ def test_what_the_kernel_cannot_multiply_it_says(
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", REAL)
 def test_bits_on_the_gpu_are_the_same_in_calls_of_all_sizes(name: str) -> None:
+    """One program with the kernel that quantises the rows. 65 rows are no whole tiles of TMA."""
     inputs = make_inputs(replace(SHAPES[name], rows=CALLS[-1]), seed=5)
-    expected = run(inputs)
-    for rows in (65, 72, *CALLS):
-        got = run(take(inputs, slice(rows)))
-        np.testing.assert_array_equal(got, expected[:rows], err_msg=f"{rows} rows")
+    multiply = partial(fp8_matmul, implementation="mosaic_gpu")
+    assert_same_in_calls(multiply, inputs)
+    expected = jax.jit(multiply)(inputs)
+    np.testing.assert_array_equal(jax.jit(multiply)(take(inputs, slice(65))), expected[:65])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("depth", [192, 256, 320, 384])
+@pytest.mark.parametrize("fused", ["bias", "residual", "swiglu"])
+def test_few_steps_on_the_gpu(depth: int, fused: str) -> None:
+    """LLVM unrolls such loops, and may then read a sum before it is made."""
+    inputs = product(144, depth, (128,) * (1 + (fused == "swiglu")), fused)
+    assert_close(inputs, run(inputs))
 
 
 @pytest.mark.gpu
