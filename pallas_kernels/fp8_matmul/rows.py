@@ -65,6 +65,17 @@ class Rows:
         scales = self.scales[..., start:stop] if self.scales.ndim else self.scales
         return Rows(self.codes[start:stop], scales)
 
+    def with_scales_of(self, rows: int) -> Rows:
+        """Return the rows with scales for at least so many, where each row has its own.
+
+        XLA quantises as many rows as there are, and kernels read whole tiles of scales.
+        """
+        missing = rows - self.scales.shape[-1] if self.scales.ndim else 0
+        if missing <= 0:
+            return self
+        padding = ((0, 0),) * (self.scales.ndim - 1) + ((0, missing),)
+        return replace(self, scales=jnp.pad(self.scales, padding))
+
     def spread(self) -> jax.Array:
         """Return the scales in a shape that broadcasts over the codes."""
         rows, depth = self.codes.shape

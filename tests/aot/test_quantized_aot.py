@@ -244,16 +244,9 @@ def test_many_rows_in_blocks_keep_their_sums_in_registers(name: str, rows: int) 
 
 @pytest.mark.parametrize(("rows", "depth", "width"), [(144, 3584, 4608), (576, 2880, 5120)])
 def test_biases_of_many_rows_in_blocks_spill_nothing(rows: int, depth: int, width: int) -> None:
-    weight = fp8_matmul.Fp8Weight(
-        jax.ShapeDtypeStruct((width, depth), jnp.float8_e4m3fn),
-        float32(-(-width // 128), -(-depth // 128)),
-        activation="block",
-    )
-    inputs = fp8_matmul.Inputs(
-        x=bfloat16(rows, depth),  # type: ignore[arg-type]
-        weights=(weight,),
-        bias=bfloat16(width),  # type: ignore[arg-type]
-    )
+    shape = dataclasses.replace(FP8[IN_BLOCKS[0]], rows=rows, depth=depth, widths=(width,))
+    inputs = jax.eval_shape(lambda: make_fp8(shape, 0))
+    inputs = dataclasses.replace(inputs, bias=bfloat16(width))
     run = functools.partial(fp8_matmul.fp8_matmul, implementation="mosaic_gpu")
     assert set(spills_of(run, inputs)) == {(0, 0, 0)}
 

@@ -17,8 +17,12 @@ from pallas_kernels.fp8_matmul import Fp8Weight, Inputs, Product, fp8_matmul, un
 from pallas_kernels.fp8_matmul.shapes import SHAPES, make_inputs
 from tests.kernels.interpreter import interpreted, needs_mosaic
 from tests.kernels.test_fp8_matmul import assert_close, fp8_weight, rows_of
-from tests.kernels.test_matmul import take
-from tests.kernels.test_matmul_any_rows import CALLS, assert_same_in_calls
+from tests.kernels.test_matmul import assert_bits_are_the_rows_own, take
+from tests.kernels.test_matmul_any_rows import (
+    CALLS,
+    assert_same_in_calls,
+    assert_same_with_tunings,
+)
 
 pytestmark = needs_mosaic
 
@@ -84,9 +88,9 @@ def kernel(inputs: Inputs[Fp8Weight], *tuning: int, races: bool = False) -> np.n
 def test_equals_float64(
     rows: int, depth: int, widths: tuple[int, ...], fused: tuple[str, ...]
 ) -> None:
-    inputs = product(rows, depth, widths, *fused)
     from pallas_kernels.fp8_matmul.mosaic_gpu import block_scales
 
+    inputs = product(rows, depth, widths, *fused)
     with mock.patch.object(block_scales, "multiply", wraps=block_scales.multiply) as multiply:
         assert_close(inputs, run(inputs))
     assert multiply.called
@@ -94,29 +98,16 @@ def test_equals_float64(
 
 @pytest.mark.parametrize("swiglu", [False, True])
 def test_bits_do_not_depend_on_tile_ring_or_ctas(swiglu: bool) -> None:
-    from pallas_kernels.matmul.mosaic_gpu import any_rows
-
     widths, fused = ((256, 256), "swiglu") if swiglu else ((256,), "residual")
-    inputs = product(200, 384, widths, fused)
-    expected = kernel(inputs, 128, 64)
-    assert np.abs(expected).max() > 0
-    tunings = any_rows.tunings(Product.of(inputs))
-    assert len(tunings) == (3 if swiglu else 6)
-    for tuning in tunings:
-        got = kernel(inputs, tuning.rows, tuning.tile, 2)  # CTAs with several tiles
-        np.testing.assert_array_equal(got, expected, err_msg=str(tuning))
+    assert_same_with_tunings(kernel, product(200, 384, widths, fused), 3 if swiglu else 6)
 
 
 @pytest.mark.parametrize("depth", [640, 576])
 def test_bits_depend_neither_on_the_number_of_rows_nor_on_their_places(depth: int) -> None:
     inputs = product(300, depth, (128,), "residual")
-    expected = run(inputs)
-    for count in (65, 72, 144, 200):
-        np.testing.assert_array_equal(run(take(inputs, slice(count))), expected[:count])
-    order = np.random.default_rng(0).permutation(300).tolist()
-    np.testing.assert_array_equal(run(take(inputs, order)), expected[order])
+    assert_bits_are_the_rows_own(inputs, (65, 72, 144, 200), run)
     # Prefill in order multiplies by the same kernel.
-    np.testing.assert_array_equal(run(replace(inputs, in_order=True)), expected)
+    np.testing.assert_array_equal(run(replace(inputs, in_order=True)), run(inputs))
 
 
 @pytest.mark.parametrize(
@@ -189,11 +180,12 @@ def test_what_the_kernel_cannot_multiply_it_says(
 ) -> None:
     from pallas_kernels.fp8_matmul.mosaic_gpu import block_scales
 
-    form = change.pop("form", "block")
+    options = {"form": "block"} | change
+    form = options.pop("form")
     weights = tuple(
         jax.eval_shape(lambda width=width: fp8_weight(0, width, depth, form)) for width in widths
     )
-    product = Product(jax.ShapeDtypeStruct((72, depth), jnp.bfloat16), weights, **change)
+    product = Product(jax.ShapeDtypeStruct((72, depth), jnp.bfloat16), weights, **options)
     assert block_scales.unsupported(product) == reason
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -222,8 +223,10 @@ def take(inputs: Inputs, rows: slice | list[int]) -> Inputs:
     return dataclasses.replace(inputs, x=inputs.x[index], residual=residual)
 
 
-def assert_bits_are_the_rows_own(inputs: Inputs, counts: tuple[int, ...]) -> None:
-    """Multiply some of the rows, and all in another order."""
+def assert_bits_are_the_rows_own(
+    inputs: Inputs, counts: tuple[int, ...], run: Callable[[Inputs], np.ndarray] = run
+) -> None:
+    """Multiply some of the rows, and all in another order. run: the op"""
     expected, rows = run(inputs), inputs.x.shape[0]
     for count in counts:
         np.testing.assert_array_equal(

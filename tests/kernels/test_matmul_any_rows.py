@@ -75,6 +75,24 @@ def kernel(inputs: Inputs, *tuning: int, races: bool = False) -> np.ndarray:
     return np.asarray(out).astype(np.float32)
 
 
+def assert_same_with_tunings(
+    multiply: Callable[..., np.ndarray], inputs: Inputs, number: int
+) -> None:
+    """Multiply with this number of tilings, by two CTAs, which have several tiles.
+
+    multiply: takes rows and columns of a tile, and CTAs
+    """
+    from pallas_kernels.matmul.mosaic_gpu import any_rows
+
+    expected = multiply(inputs, 128, 64)
+    assert np.abs(expected).max() > 0
+    tunings = any_rows.tunings(Product.of(inputs))
+    assert len(tunings) == number
+    for tuning in tunings:
+        got = multiply(inputs, tuning.rows, tuning.tile, 2)
+        np.testing.assert_array_equal(got, expected, err_msg=str(tuning))
+
+
 def ties(shape: Shape, seed: int) -> Inputs:
     """Sums that cancel, with a term in each step, in the kernel's dtype."""
     return replace(near_ties(shape, seed=seed, step=64), out_dtype=jnp.dtype("bfloat16"))
@@ -91,17 +109,9 @@ def test_equals_float64(name: str, implementation: str) -> None:
 @needs_mosaic
 @pytest.mark.parametrize(("rows", "swiglu"), [(72, False), (200, True)])
 def test_bits_do_not_depend_on_tile_ring_or_ctas(rows: int, swiglu: bool) -> None:
-    from pallas_kernels.matmul.mosaic_gpu import any_rows
-
     widths = (256, 256) if swiglu else (768,)
     inputs = ties(Shape(rows, 384, widths, swiglu=swiglu, residual=not swiglu), seed=rows)
-    expected = kernel(inputs, 128, 64)
-    assert np.abs(expected).max() > 0
-    tunings = any_rows.tunings(Product.of(inputs))
-    assert len(tunings) == (4 if swiglu else 8)
-    for tuning in tunings:
-        got = kernel(inputs, tuning.rows, tuning.tile, 2)  # CTAs with several tiles
-        np.testing.assert_array_equal(got, expected, err_msg=str(tuning))
+    assert_same_with_tunings(kernel, inputs, 4 if swiglu else 8)
 
 
 @needs_mosaic

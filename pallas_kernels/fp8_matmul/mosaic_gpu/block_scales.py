@@ -9,12 +9,12 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.fp8_matmul.rows import Rows
-from pallas_kernels.fp8_matmul.weight import DTYPE, Fp8Weight
+from pallas_kernels.fp8_matmul.weight import Fp8Weight
 from pallas_kernels.matmul.inputs import Inputs
 from pallas_kernels.matmul.mosaic_gpu import any_rows
 from pallas_kernels.matmul.plan import Product
 
-STEP = any_rows.BLOCK // 2  # depths of the shortest step
+LEAST_DEPTH = 192  # three steps of 64. 128 would be one step, which the ring does not take
 
 
 def unsupported(product: Product) -> str | None:
@@ -24,14 +24,7 @@ def unsupported(product: Product) -> str | None:
         return "expected scales of blocks, of rows and weights"
     if product.out_dtype != jnp.bfloat16:
         return f"expected a result in bfloat16, got {jnp.dtype(product.out_dtype).name}"
-    if product.norms or product.normed:
-        return "expected no norm with many rows, got one"
-    depth = product.depth
-    if depth % STEP or depth <= any_rows.BLOCK:
-        return f"expected a depth that is a multiple of {STEP} from 192 on, got {depth}"
-    if any(width % any_rows.PIECE for width in product.widths):
-        return f"expected widths that are multiples of {any_rows.PIECE}, got {product.widths}"
-    return None
+    return any_rows.unfit(product, least_depth=LEAST_DEPTH)
 
 
 def multiply(
@@ -41,9 +34,9 @@ def multiply(
     if len(inputs.weights) > 1 and not inputs.swiglu:
         parts = [multiply(rows, each, tuning=tuning) for each in inputs.by_weight()]
         return jnp.concatenate(parts, axis=-1)
-    codes = tuple(weight.codes for weight in inputs.weights)
-    by_block = any_rows.BlockScales(rows.scales, tuple(weight.scales for weight in inputs.weights))
     tuning = tuning or any_rows.choose_tuning(Product.of(inputs))
-    assert rows.codes.dtype == DTYPE
-    operands = any_rows.Operands(rows.codes, codes, inputs.bias, inputs.residual, by_block)
+    rows = rows.with_scales_of(any_rows.rows_of_tiles(rows.codes.shape[0]))
+    codes = tuple(weight.codes for weight in inputs.weights)
+    scales = any_rows.BlockScales(rows.scales, tuple(weight.scales for weight in inputs.weights))
+    operands = any_rows.Operands(rows.codes, codes, inputs.bias, inputs.residual, scales)
     return any_rows.multiply(operands, tuning)

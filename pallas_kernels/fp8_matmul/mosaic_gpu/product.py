@@ -116,11 +116,7 @@ def _multiply(
             sizes, inputs.x, norm, largest, inputs.squares, has_scale=by_row is not None
         )
     else:
-        by_row = rows.scales
-    if by_row is not None and by_row.ndim and by_row.shape[-1] < sizes.padded:
-        # XLA has quantised the rows.
-        missing = sizes.padded - by_row.shape[-1]
-        by_row = jnp.pad(by_row, ((0, 0),) * (by_row.ndim - 1) + ((0, missing),))
+        by_row = rows.with_scales_of(sizes.padded).scales
     by_column = tuple(weight.scales for weight in inputs.weights)
     scales = Scales(by_column, by_row)
     # A kernel reads no array without axes.

@@ -107,7 +107,8 @@ def _quantise(
     padded = padded_rows(rows) if rows <= MAX_ROWS else rows
     if activation == "block":
         assert not isinstance(x, Sums)
-        padded = padded if rows <= MAX_ROWS else any_rows.padded_rows(rows)
+        if rows > MAX_ROWS:
+            padded = any_rows.rows_of_tiles(rows)
         shape, body = (depth // BLOCK, BLOCK), _by_block(depth, eps)
         scales_shape, scratch = (depth // BLOCK, padded), ()
     else:

@@ -56,8 +56,8 @@ MIN_STAGES = 2  # a slot is free after the next step's product has started
 MOST_SUMS_OF_CODES = 128  # columns of a warpgroup, whose registers have product and sum
 
 
-def padded_rows(rows: int) -> int:
-    """Return as many rows as all tiles have at most, of any tuning."""
+def rows_of_tiles(rows: int) -> int:
+    """Return the most rows that all tiles have together, of any tuning."""
     return max(-(-rows // of_tile) * of_tile for of_tile, _ in TILES)
 
 
@@ -189,10 +189,17 @@ def unsupported(product: Product) -> str | None:
     if any(dtype != jnp.bfloat16 for dtype in (*dtypes, jnp.dtype(product.out_dtype))):
         got = " and ".join(sorted({jnp.dtype(d).name for d in (*dtypes, product.out_dtype)}))
         return f"expected bfloat16 operands and result, got {got}"
+    return unfit(product, least_depth=MIN_STAGES * TILE_K)
+
+
+def unfit(product: Product, *, least_depth: int) -> str | None:
+    """Return what of the product does not fit the kernel beside its dtypes, None if all does."""
+    depth = product.depth
     if product.normed or product.norms:
         return "expected no norm with many rows, got one"
-    if product.depth % TILE_K or product.depth < MIN_STAGES * TILE_K:
-        return f"expected a depth that is a multiple of {TILE_K} from 128 on, got {product.depth}"
+    if depth % TILE_K or depth < least_depth:
+        expected = f"a depth that is a multiple of {TILE_K} from {least_depth} on"
+        return f"expected {expected}, got {depth}"
     if any(width % PIECE for width in product.widths):
         return f"expected widths that are multiples of {PIECE}, got {product.widths}"
     return None
@@ -214,20 +221,75 @@ def matmul(inputs: Inputs, *, decoded: bool = False, tuning: Tuning | None = Non
 def multiply(operands: Operands[jax.Array], tuning: Tuning, *, decoded: bool = False) -> jax.Array:
     """Return the product in bfloat16, [rows, width]; see matmul."""
     rows = operands.x.shape[0]
-    if operands.scales is not None:
-        tiles = -(-rows // tuning.rows) * tuning.rows
-        by_row = _padded(operands.scales.rows, 0, max(0, tiles - operands.scales.rows.shape[1]))
-        operands = operands._replace(scales=operands.scales._replace(rows=by_row))
     # TMA ends a copy where the array ends, and fills the rest with zeros; the interpreter does not.
-    idle, residual = -rows % (tuning.rows if interpreting() else ROW_TILE), operands.residual
-    residual = None if residual is None else _padded(residual, idle, 0)
-    operands = operands._replace(x=_padded(operands.x, idle, 0), residual=residual)
+    idle = -rows % (tuning.rows if interpreting() else ROW_TILE)
+    if idle:
+        padding, residual = ((0, idle), (0, 0)), operands.residual
+        residual = None if residual is None else jnp.pad(residual, padding)
+        operands = operands._replace(x=jnp.pad(operands.x, padding), residual=residual)
     out = _matmul(operands, decoded=decoded, tuning=tuning)
     return out[:rows] if idle else out
 
 
-def _padded(x: jax.Array, rows: int, columns: int) -> jax.Array:
-    return jnp.pad(x, ((0, rows), (0, columns))) if rows or columns else x
+@dataclass(frozen=True)
+class _Blocks:
+    """Products of codes, as a warpgroup makes and adds them.
+
+    rows, columns: of the warpgroup in a slot of the rings
+    width:         its columns
+    """
+
+    ring: ManyRowsRing
+    scratch: Scratch[Ref]
+    scales: BlockScales[Ref]
+    rows: Slice
+    columns: Slice
+    width: int
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Shape of a sum."""
+        return CONSUMER_ROWS, self.width
+
+    def sums(self, first: jax.Array, rows: Slice, column: jax.Array) -> tuple[jax.Array, ...]:
+        """Return the sums of all steps' products, each times the scales of its depths.
+
+        first:        turn of a tile
+        rows, column: the warpgroup's rows, and its first column, of the result
+        """
+        steps, steps_a_block = self.ring.steps, BLOCK // self.ring.tile_k
+
+        def step(turn: jax.Array, totals: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+            slot = lax.rem(turn, self.ring.stages)
+            block = lax.div(lax.rem(turn, steps), steps_a_block)
+            by_row = load(self.scales.rows.at[block, rows], LAYOUT.reduce(1), optimized=False)
+            of_weights = [ref[lax.div(column, BLOCK), block] for ref in self.scales.weights]
+            plgpu.barrier_wait(self.scratch.full.at[slot])
+            found = self._multiply(slot)
+            plgpu.barrier_arrive(self.scratch.consumed.at[slot])
+            factors = [
+                lax.broadcast_in_dim(by_row * scale, self.shape, [0]) for scale in of_weights
+            ]
+            return tuple(
+                total + added * factor
+                for total, added, factor in zip(totals, found, factors, strict=True)
+            )
+
+        zeros = plgpu.layout_cast(jnp.zeros(self.shape, jnp.float32), LAYOUT)
+        return lax.fori_loop(first, first + steps, step, (zeros,) * len(self.scales.weights))
+
+    def _multiply(self, slot: jax.Array) -> tuple[jax.Array, ...]:
+        """Return the product of a step for each weight."""
+
+        def multiply(*sums: Accumulator) -> tuple[jax.Array, ...]:
+            for i, acc in enumerate(sums):
+                weights = self.scratch.weights.at[slot, i, self.columns]
+                plgpu.wgmma(acc, self.scratch.x.at[slot, self.rows], weights.transpose((1, 0)))
+            plgpu.wgmma_wait(0)
+            return tuple(lax.optimization_barrier(acc[...]) for acc in sums)
+
+        count = len(self.scales.weights)
+        return pl.run_scoped(multiply, *(plgpu.ACC(self.shape, jnp.float32),) * count)
 
 
 # Compiled as a function of its own, so that layers and programs share one kernel.
@@ -237,7 +299,6 @@ def _matmul(operands: Operands[jax.Array], *, decoded: bool, tuning: Tuning) -> 
     are_codes = operands.scales is not None
     width = operands.weights[0].shape[0 if are_codes else 1]
     tile_k = step_depth(depth, codes=are_codes)
-    steps_a_block = BLOCK // tile_k  # of codes
     tile, products, steps = tuning.tile, len(operands.weights), depth // tile_k
     consumers, side_by_side = tuning.consumers, tuning.side_by_side
     own_tile = tile // side_by_side  # columns of a warpgroup
@@ -325,42 +386,6 @@ def _matmul(operands: Operands[jax.Array], *, decoded: bool, tuning: Tuning) -> 
                 plgpu.barrier_arrive(scratch.consumed.at[last])
                 return found
 
-            def add_blocks(
-                first_turn: jax.Array, scales: BlockScales[Ref], rows: Slice, column: jax.Array
-            ) -> tuple[jax.Array, ...]:
-                """Return sums of products of codes, each times the scales of its depths."""
-                shape = CONSUMER_ROWS, own_tile
-
-                def step(turn: jax.Array, totals: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-                    slot, block = (
-                        lax.rem(turn, stages),
-                        lax.div(lax.rem(turn, steps), steps_a_block),
-                    )
-                    by_row = load(scales.rows.at[block, rows], LAYOUT.reduce(1), optimized=False)
-                    of_weights = [ref[lax.div(column, BLOCK), block] for ref in scales.weights]
-                    plgpu.barrier_wait(scratch.full.at[slot])
-
-                    def multiply_block(*sums: Accumulator) -> tuple[jax.Array, ...]:
-                        for i, acc in enumerate(sums):
-                            weights = scratch.weights.at[slot, i, own_columns]
-                            plgpu.wgmma(acc, scratch.x.at[slot, mine], weights.transpose((1, 0)))
-                        plgpu.wgmma_wait(0)
-                        return tuple(lax.optimization_barrier(acc[...]) for acc in sums)
-
-                    block_sums = (plgpu.ACC(shape, jnp.float32),) * products
-                    found = pl.run_scoped(multiply_block, *block_sums)
-                    plgpu.barrier_arrive(scratch.consumed.at[slot])
-                    factors = [
-                        lax.broadcast_in_dim(by_row * scale, shape, [0]) for scale in of_weights
-                    ]
-                    return tuple(
-                        total + added * factor
-                        for total, added, factor in zip(totals, found, factors, strict=True)
-                    )
-
-                zeros = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), LAYOUT)
-                return lax.fori_loop(first_turn, first_turn + steps, step, (zeros,) * products)
-
             @pl.loop(0, tiles_here)
             def _tile(index: jax.Array) -> None:
                 row, column = first_of(index)
@@ -387,7 +412,8 @@ def _matmul(operands: Operands[jax.Array], *, decoded: bool, tuning: Tuning) -> 
                     shape = plgpu.ACC((CONSUMER_ROWS, own_tile), jnp.float32)
                     sums = pl.run_scoped(partial(accumulate, index * steps), *(shape,) * products)
                 else:
-                    sums = add_blocks(index * steps, operands.scales, rows_here, column)
+                    blocks = _Blocks(ring, scratch, operands.scales, mine, own_columns, own_tile)
+                    sums = blocks.sums(index * steps, rows_here, column)
                 for piece in range(pieces):
                     slot, columns = piece % SLOTS, slice(piece * PIECE, (piece + 1) * PIECE)
                     target = scratch.out.at[wg, slot]
