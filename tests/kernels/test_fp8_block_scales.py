@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.fp8_matmul import Fp8Weight, Inputs, Product, fp8_matmul, unsupported
+from pallas_kernels.fp8_matmul import Fp8Weight, Inputs, Product, fp8_matmul, quantise, unsupported
 from pallas_kernels.fp8_matmul.shapes import SHAPES, make_inputs
 from tests.kernels.interpreter import interpreted, needs_mosaic
 from tests.kernels.test_fp8_matmul import assert_close, fp8_weight, rows_of
@@ -208,8 +208,11 @@ def test_bits_on_the_gpu_are_the_same_in_calls_of_all_sizes(name: str) -> None:
 @pytest.mark.parametrize("fused", ["bias", "residual", "swiglu"])
 def test_few_steps_on_the_gpu(depth: int, fused: str) -> None:
     """LLVM unrolls such loops, and may then read a sum before it is made."""
+    from pallas_kernels.fp8_matmul.mosaic_gpu import block_scales
+
     inputs = product(144, depth, (128,) * (1 + (fused == "swiglu")), fused)
-    assert_close(inputs, run(inputs))
+    rows = quantise(inputs.x, "block")
+    assert_close(inputs, block_scales.multiply(rows, inputs), rows)
 
 
 @pytest.mark.gpu

@@ -15,6 +15,7 @@ from pallas_kernels.fp8_matmul import (
     Fp8Weight,
     Inputs,
     RowNorm,
+    Rows,
     fp8_matmul,
     measured_swiglu,
     quantise,
@@ -72,6 +73,12 @@ def quantised(x: jax.Array, weight: Fp8Weight) -> np.ndarray:
     return codes.astype(np.float64) * scale.astype(np.float64)
 
 
+def values_of(rows: Rows) -> np.ndarray:
+    """float64 values of codes times scales."""
+    codes, scales = np.asarray(rows.codes), np.asarray(rows.spread())
+    return codes.astype(np.float64) * scales.astype(np.float64)
+
+
 def dequantised(weight: Fp8Weight) -> np.ndarray:
     """float64 [out, in]."""
     codes = np.asarray(weight.codes).astype(np.float64)
@@ -83,9 +90,15 @@ def dequantised(weight: Fp8Weight) -> np.ndarray:
     return codes * scales
 
 
-def ground_truth(inputs: Inputs[Fp8Weight]) -> np.ndarray:
-    """float64 [rows, width]; nothing but the operands is rounded."""
-    results = [quantised(inputs.x, w) @ dequantised(w).T for w in inputs.weights]
+def ground_truth(inputs: Inputs[Fp8Weight], rows: Rows | None = None) -> np.ndarray:
+    """float64 [rows, width]; nothing but the operands is rounded.
+
+    rows: inputs.x in fp8. XLA's division on a GPU is not exact, so its codes are not numpy's.
+    """
+    results = [
+        (quantised(inputs.x, w) if rows is None else values_of(rows)) @ dequantised(w).T
+        for w in inputs.weights
+    ]
     if inputs.swiglu:
         gate, up = results
         results = [gate / (1 + np.exp(np.minimum(-gate, 700.0))) * up]
@@ -97,8 +110,8 @@ def ground_truth(inputs: Inputs[Fp8Weight]) -> np.ndarray:
     return result + np.asarray(inputs.residual).astype(np.float64)
 
 
-def assert_close(inputs: Inputs[Fp8Weight], got: Any) -> None:
-    expected, got = ground_truth(inputs), np.asarray(got).astype(np.float64)
+def assert_close(inputs: Inputs[Fp8Weight], got: Any, rows: Rows | None = None) -> None:
+    expected, got = ground_truth(inputs, rows), np.asarray(got).astype(np.float64)
     assert got.shape == expected.shape and np.isfinite(got).all()
     kind = "swiglu" if inputs.swiglu else jnp.dtype(inputs.out_dtype).name
     error = np.abs(got - expected) / (np.abs(expected) + np.sqrt(np.square(expected).mean()))
