@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Any
-
 from pallas_kernels import hopper
-from pallas_kernels import matmul as matmul_op
 from pallas_kernels.implementations import IMPLEMENTATIONS, runs_kernel
 from pallas_kernels.int4_matmul import reference
 from pallas_kernels.int4_matmul.weight import COLUMNS, DEPTHS, ZERO, Int4Weight, pack
 from pallas_kernels.matmul.inputs import Inputs
-from pallas_kernels.matmul.plan import MAX_ROWS, MOST_IN_PARTS, Product
+from pallas_kernels.matmul.plan import MAX_ROWS, Product
 from pallas_kernels.matmul.reference import Result
 
 # Widest rows whose norm two products share. Each CTA sums the squares of all pieces of a row.
@@ -35,7 +31,8 @@ __all__ = [
 def int4_matmul(inputs: Inputs[Int4Weight], *, implementation: str = "reference") -> Result:
     """Return [x @ w for w in weights] side by side, as pallas_kernels.matmul does.
 
-    Rows keep their dtype. Sums are float32, and the result is cast to out_dtype.
+    Rows keep their dtype. Sums are float32, and the result is cast to out_dtype. Kernels of up to
+    64 rows multiply codes exactly, and sums by scales. Else a weight is rounded to the rows' dtype.
 
     Raises ValueError for shapes that do not fit together and for inputs that the implementation
     does not support.
@@ -47,13 +44,6 @@ def int4_matmul(inputs: Inputs[Int4Weight], *, implementation: str = "reference"
 
     if not runs_kernel("int4_matmul", implementation, reason):
         return reference.int4_matmul(inputs)
-    if inputs.in_order and inputs.x.shape[0] > MAX_ROWS:
-        from pallas_kernels.int4_matmul.mosaic_gpu.decode import decode
-        from pallas_kernels.matmul.mosaic_gpu import any_rows
-
-        plain: Inputs[Any] = inputs
-        values = tuple(decode(weight) for weight in inputs.weights)
-        return any_rows.matmul(replace(plain, weights=values), decoded=True)
     from pallas_kernels.int4_matmul import mosaic_gpu
 
     return mosaic_gpu.int4_matmul(inputs)
@@ -65,19 +55,17 @@ def shares_norm(rows: int, width: int) -> bool:
     Shared or not, the norm has other bits. So it depends on the width of the rows alone, for all
     rows that the kernel takes.
     """
-    return rows <= MOST_IN_PARTS and width <= MAX_NORM_WIDTH
+    return rows <= MAX_ROWS and width <= MAX_NORM_WIDTH
 
 
 def unsupported(product: Product) -> str | None:
     """Return why no Mosaic kernel can make this product, None if one can."""
     if reason := hopper.too_old():
         return reason
-    from pallas_kernels.int4_matmul.mosaic_gpu import decode, plan
+    from pallas_kernels.int4_matmul.mosaic_gpu import many_rows, plan
 
-    if product.in_order and product.rows > MAX_ROWS:
-        reasons = (decode.unsupported(w) for w in product.weights if isinstance(w, Int4Weight))
-        found = next((reason for reason in reasons if reason is not None), None)
-        return found or matmul_op.unsupported(plan.plain(product))
+    if product.rows > MAX_ROWS:
+        return many_rows.unsupported(product)
     return plan.unsupported(product)
 
 

@@ -12,7 +12,7 @@ When copies and launches start (programmatic dependent launch, PDL):
 | gate and up | norm or residual sum | no             | no            | yes (down)    |
 | down        | gate and up          | yes            | yes           | no            |
 | head        | norm                 | no             | no            | yes (sampler) |
-| in order    | any                  | as above       | not decoded   | gate and up   |
+| in order    | any                  | as above       | yes           | gate and up   |
 
 The rule: weights first before a residual sum; launch the next kernel early after gate and up and
 after a float32 result. The kernel after any other product would occupy whatever SMs are left, and
@@ -36,7 +36,7 @@ from pallas_kernels.matmul.inputs import Inputs
 from pallas_kernels.types import Shaped
 
 MAX_ROWS = 64
-MOST_IN_PARTS = 256  # rows of quantised products that are multiplied MAX_ROWS at a time
+MOST_IN_PARTS = 256  # rows of products of fp8 blocks that are multiplied MAX_ROWS at a time
 # Widest rows whose norm two products share, whatever their number. With wider ones each block sums
 # many squares, which is slower at 64 rows than a kernel for the norm.
 MAX_NORM_WIDTH = 1024

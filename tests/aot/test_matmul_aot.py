@@ -112,21 +112,17 @@ def test_sums_are_complete_when_they_are_rounded(fused: dict[str, bool]) -> None
     assert "cvt.rn.bf16x2.f32" not in ptx[:last]
 
 
-@pytest.mark.parametrize("decoded", [False, True])
 @pytest.mark.parametrize("swiglu", [False, True])
-def test_decoded_weights_are_read_when_the_kernel_before_has_ended(
-    swiglu: bool, decoded: bool
-) -> None:
-    """It may have decoded them. Plain weights are read at once. Gate and up alone let the next
-    kernel start early."""
+def test_weights_in_order_are_read_before_the_kernel_before_has_ended(swiglu: bool) -> None:
+    """Gate and up alone let the next kernel start early."""
     inputs = Inputs(**abstract(Shape(144, 256, (128,) * (1 + swiglu))), swiglu=swiglu)
     inputs = dataclasses.replace(inputs, in_order=True)
     with mock.patch.dict(os.environ, {"MOSAIC_GPU_DUMP_PTX": "1"}), h200.ptxas_report() as report:
-        h200.compile_for_h200(functools.partial(any_rows.matmul, decoded=decoded), inputs)
+        h200.compile_for_h200(any_rows.matmul, inputs)
         ptx = report()
     first_load = re.search(r"cp\.async\.bulk\.tensor\S*\.global", ptx)
     assert first_load is not None
-    assert ("griddepcontrol.wait" in ptx[: first_load.start()]) is decoded
+    assert "griddepcontrol.wait" not in ptx[: first_load.start()]
     assert ("griddepcontrol.launch_dependents" in ptx) is swiglu
 
 

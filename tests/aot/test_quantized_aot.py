@@ -340,11 +340,25 @@ def test_codes_go_from_gate_and_up_to_down_and_qkv_in_few_kernels_beside_cublas(
 
 @pytest.mark.parametrize("rows", [144, 2016])
 @pytest.mark.parametrize("name", ["llama-3-8b gate_up", "llama-3-8b down zeros", "smollm2 qkv"])
-def test_int4_in_order_is_decoded_and_multiplied_by_kernels_alone(name: str, rows: int) -> None:
+def test_many_rows_of_int4_in_order_are_one_kernel(name: str, rows: int) -> None:
     shape = dataclasses.replace(INT4[f"{name} rows 1"], rows=rows)
     inputs = jax.eval_shape(lambda: make_int4(shape, 0))
     hlo, found = compiled(int4_matmul.int4_matmul, dataclasses.replace(inputs, in_order=True))
-    # Weights of one shape share a kernel.
-    assert found == [(0, 0, 0)] * 2, f"expected two kernels without spills, got {found}"
-    assert hlo.count(" custom-call(") == (3 if shape.swiglu else 2), hlo
-    assert not re.findall(OTHER_WORK, hlo), hlo
+    assert found == [(0, 0, 0)], f"expected one kernel without spills, got {found}"
+    assert hlo.count(" custom-call(") == 1 and not re.findall(OTHER_WORK, hlo), hlo
+
+
+@pytest.mark.parametrize("rows", [72, 128, 200, 256])
+@pytest.mark.parametrize("name", ["gate_up", "down", "qkv", "o"])
+def test_many_rows_of_int4_are_one_kernel_and_the_sum_of_its_parts(name: str, rows: int) -> None:
+    inputs = jax.eval_shape(
+        lambda: make_int4(dataclasses.replace(INT4[f"llama-3-8b {name} rows 1"], rows=rows), 0)
+    )
+    with h200.ptxas_report() as report:
+        run = functools.partial(int4_matmul.int4_matmul, implementation="mosaic_gpu")
+        hlo = h200.compile_for_h200(run, inputs).as_text()
+        said = report()
+    assert h200.stack_and_spills(said) == [(0, 0, 0)] and "serialized" not in said, said
+    assert hlo.count(" custom-call(") == 1, hlo
+    others = re.findall(OTHER_WORK, hlo.split("ENTRY", 1)[1])
+    assert len(others) == ("_parts" in said), others

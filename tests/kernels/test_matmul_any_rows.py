@@ -12,11 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.int4_matmul import int4_matmul
-from pallas_kernels.matmul import Inputs, Product, matmul, unsupported
+from pallas_kernels.matmul import Inputs, Product, unsupported
 from pallas_kernels.matmul.shapes import SHAPES, Shape, make_inputs
 from tests.kernels.interpreter import interpreted, needs_mosaic
-from tests.kernels.test_int4_matmul import int4_weight
 from tests.kernels.test_matmul import (
     assert_bits_are_the_rows_own,
     assert_close,
@@ -259,30 +257,6 @@ def test_any_number_of_rows_above_64_is_taken() -> None:
     for rows in (65, 72, 127, 144, 2016, 4128, 10**8):
         assert unsupported(_product("gate_up", rows)) is None
         assert unsupported(_product("o", rows)) is None
-
-
-@needs_mosaic
-def test_products_of_int4_say_that_a_kernel_makes_their_weights(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Else the product would copy them before that kernel has ended, on a GPU alone."""
-    from pallas_kernels.matmul.mosaic_gpu import any_rows
-
-    said: list[bool] = []
-
-    def note(inputs: Inputs, *, decoded: bool = False) -> jax.Array:
-        said.append(decoded)
-        return jnp.zeros((inputs.x.shape[0], 128), jnp.bfloat16)
-
-    monkeypatch.setattr(any_rows, "matmul", note)
-    x = jnp.ones((144, 256), jnp.bfloat16)
-    with interpreted():
-        weight, _ = int4_weight(0, 128, 256, group=128, zeros=False)
-        int4 = Inputs(x=x, weights=(weight,), in_order=True)
-        int4_matmul(int4, implementation="mosaic_gpu")
-        plain = Inputs(x=x, weights=(jnp.ones((256, 128), jnp.bfloat16),), in_order=True)
-        matmul(plain, implementation="mosaic_gpu")
-    assert said == [True, False]
 
 
 # ---- on the device

@@ -1,4 +1,4 @@
-"""How a product of int4 weights is divided: blocks, the depth's shares, and the rings."""
+"""How a product of few rows with int4 weights is divided: blocks, shares of the depth, rings."""
 
 from __future__ import annotations
 
@@ -7,9 +7,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.int4_matmul.weight import DEPTHS, Int4Weight
 from pallas_kernels.matmul.plan import (
-    MAX_ROWS,
     MAX_SMEM,
-    MOST_IN_PARTS,
     NUM_SMS,
     REDUCTION_BYTES,
     SPLIT,
@@ -118,23 +116,31 @@ def choose_tuning(product: Product) -> Tuning | None:
 
 def unsupported(product: Product) -> str | None:
     """Return why the kernel cannot make this product, None if it can."""
-    rows, weights = product.rows, product.weights
-    weight = weights[0]
-    assert isinstance(weight, Int4Weight)
-    if product.x.dtype != jnp.bfloat16:
-        return f"expected bfloat16 rows, got {product.x.dtype}"
+    weights = product.weights
+    if reason := unfit(product):
+        return reason
     if len(weights) > 1 and not product.swiglu:
         return f"expected one weight, or gate and up with swiglu, got {len(weights)}"
     if product.norms and (product.swiglu or product.out_dtype != jnp.bfloat16):
         got = f"{product.out_dtype}, swiglu {product.swiglu}"
         return f"expected a bfloat16 result without swiglu where it gets a gain, got {got}"
-    if reason := unfit_rows(rows, MOST_IN_PARTS):
+    if reason := unfit_rows(product.rows):
         return reason
+    if choose_tuning(product) is None:
+        got = f"{product.rows} rows of {product.depth}"
+        return f"expected rings that fit into {MAX_SMEM} bytes, got {got}"
+    return None
+
+
+def unfit(product: Product) -> str | None:
+    """Return what does not fit kernels of any number of rows, None if all does."""
+    weight = product.weights[0]
+    assert isinstance(weight, Int4Weight)
+    if product.x.dtype != jnp.bfloat16:
+        return f"expected bfloat16 rows, got {product.x.dtype}"
     if any(n % TILE_N for n in product.widths):
         return f"expected widths that are multiples of {TILE_N}, got {product.widths}"
     if weight.group % DEPTHS or weight.scales.dtype not in SCALE_DTYPES:
         got = f"{weight.group} with {weight.scales.dtype} scales"
         return f"expected groups that are multiples of {DEPTHS} with float scales, got {got}"
-    if choose_tuning(product.with_rows(min(rows, MAX_ROWS))) is None:
-        return f"expected rings that fit into {MAX_SMEM} bytes, got {rows} rows of {product.depth}"
     return None

@@ -7,8 +7,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax._src.lib.mlir import ir
 from jax._src.lib.mlir.dialects import arith, llvm
+from jax.experimental.mosaic.gpu import fragmented_array as fa
 from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -98,6 +100,30 @@ def _multiply_arrays(
     return tuple(found)
 
 
+def values(step: Step, part: int) -> jax.Array:
+    """Return a step's weights in the order of wgmma's operand A: bfloat16 [64 columns, 64 depths].
+
+    The step has one unit in the depth, and one group. A weight is rounded once, after its scale.
+    """
+    if interpreting():
+        ones = jnp.ones((1, 64), jnp.float32)
+        codes = Int4Weight(step.words[part], ones).codes().astype(jnp.float32)
+        zero = ZERO if step.zeros is None else step.zeros[part, 0].astype(jnp.float32)
+        return ((codes - zero) * step.scales[part, 0].astype(jnp.float32)).T.astype(jnp.bfloat16)
+    plain = plgpu.RefType()
+    zeros = () if step.zeros is None else (step.zeros,)
+
+    @plgpu.inline_mgpu(
+        arg_types=(plain, plain, (plain,) * len(zeros)),
+        return_type=plgpu.ShapeDtypeStruct((64, DEPTHS), jnp.bfloat16, layout=LAYOUT),
+    )
+    def run(_: Any, words: Any, scales: Any, zeros: Any) -> Any:
+        return _values(words, scales, zeros[0] if zeros else None, part)
+
+    call: Any = run
+    return call(step.words, step.scales, zeros)
+
+
 # ---- for each thread
 
 
@@ -157,6 +183,50 @@ def _multiply(
                     result_types=number.type,
                 )
     return tuple(array_of(numbers, total) for numbers, total in zip(values, totals, strict=True))
+
+
+def _values(words: Any, scales: Any, zeros: Any, part: int) -> Any:
+    reader = _Reader(words, scales, zeros)
+    fragments = reader.fragments(part, 0, reader.offsets(part, 0))
+    factors = reader.scales(part, 0)
+    pair = ir.VectorType.get((2,), ir.BF16Type.get())
+    if ir.MemRefType(scales.type).element_type == ir.BF16Type.get():
+        # Both operands have 8 bits, so the product rounds once, as that of float32 does.
+        twice = [_bf16_twice(factor) for factor in factors]
+        scaled = [
+            ptx("mul.rn.bf16x2 $0, $1, $2;", register, twice[i % 2], result_types=register.type)
+            for fragment in fragments
+            for i, register in enumerate(fragment)
+        ]
+    else:
+        scaled = [
+            _scaled(register, factors[i % 2])
+            for fragment in fragments
+            for i, register in enumerate(fragment)
+        ]
+    like = fa.FragmentedArray.splat(
+        arith.constant(ir.BF16Type.get(), ir.FloatAttr.get(ir.BF16Type.get(), 0.0)),
+        (64, DEPTHS),
+        fa.WGMMA_LAYOUT,
+    )
+    registers = [llvm.bitcast(pair, register) for register in scaled]
+    shaped = np.array(registers, dtype=object).reshape(like.registers.shape)
+    return fa.FragmentedArray(_registers=shaped, _layout=like.layout, _is_signed=None)
+
+
+def _bf16_twice(factor: Any) -> Any:
+    """Return a float32 number that bfloat16 holds as such, twice in a word."""
+    word = llvm.bitcast(ir.IntegerType.get_signless(32), factor)
+    return arith.ori(word, arith.shrui(word, i32(16)))
+
+
+def _scaled(register: Any, factor: Any) -> Any:
+    """Return a pair of bfloat16 numbers times a float32 factor, rounded once."""
+    word, f32 = register.type, ir.F32Type.get()
+    first = llvm.bitcast(f32, arith.shli(register, i32(16)))
+    second = llvm.bitcast(f32, arith.andi(register, i32(0xFFFF0000)))
+    first, second = (arith.mulf(number, factor) for number in (first, second))
+    return ptx("cvt.rn.bf16x2.f32 $0, $1, $2;", second, first, result_types=word)
 
 
 class _Reader:

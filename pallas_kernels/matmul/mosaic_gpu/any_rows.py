@@ -30,7 +30,9 @@ from pallas_kernels.lowered_once import lowered_once
 from pallas_kernels.matmul.inputs import Inputs
 from pallas_kernels.matmul.mosaic_gpu.many_rows_ring import (
     CONSUMER_ROWS,
+    ROW_TILE,
     ManyRowsRing,
+    with_idle_rows,
 )
 from pallas_kernels.matmul.plan import MAX_SMEM, Product
 from pallas_kernels.mosaic import RegisterShares, load
@@ -51,7 +53,6 @@ SLOTS = 2  # pieces of a warpgroup in flight
 VALUES_A_MICROSECOND = 40_960  # sums of a step: codes multiply twice as many depths in the time
 BYTES_A_MICROSECOND = 80_000
 BYTES_OF_ALL_A_MICROSECOND = 9_000_000
-ROW_TILE = 8  # rows that a TMA copy swizzles together
 MIN_STAGES = 2  # a slot is free after the next step's product has started
 MOST_SUMS_OF_CODES = 128  # columns of a warpgroup, whose registers have product and sum
 
@@ -205,30 +206,22 @@ def unfit(product: Product, *, least_depth: int) -> str | None:
     return None
 
 
-def matmul(inputs: Inputs, *, decoded: bool = False, tuning: Tuning | None = None) -> jax.Array:
-    """Run the op; see pallas_kernels.matmul.matmul.
-
-    decoded: whether a kernel of the same program makes the weights
-    """
+def matmul(inputs: Inputs, *, tuning: Tuning | None = None) -> jax.Array:
+    """Run the op; see pallas_kernels.matmul.matmul."""
     if len(inputs.weights) > 1 and not inputs.swiglu:
-        parts = (matmul(part, decoded=decoded, tuning=tuning) for part in inputs.by_weight())
+        parts = (matmul(part, tuning=tuning) for part in inputs.by_weight())
         return jnp.concatenate(tuple(parts), axis=-1)
     tuning = tuning or choose_tuning(Product.of(inputs))
     operands = Operands(inputs.x, inputs.weights, inputs.bias, inputs.residual)
-    return multiply(operands, tuning, decoded=decoded)
+    return multiply(operands, tuning)
 
 
-def multiply(operands: Operands[jax.Array], tuning: Tuning, *, decoded: bool = False) -> jax.Array:
+def multiply(operands: Operands[jax.Array], tuning: Tuning) -> jax.Array:
     """Return the product in bfloat16, [rows, width]; see matmul."""
     rows = operands.x.shape[0]
-    # TMA ends a copy where the array ends, and fills the rest with zeros; the interpreter does not.
-    idle = -rows % (tuning.rows if interpreting() else ROW_TILE)
-    if idle:
-        padding, residual = ((0, idle), (0, 0)), operands.residual
-        residual = None if residual is None else jnp.pad(residual, padding)
-        operands = operands._replace(x=jnp.pad(operands.x, padding), residual=residual)
-    out = _matmul(operands, decoded=decoded, tuning=tuning)
-    return out[:rows] if idle else out
+    x, residual = with_idle_rows(operands.x, operands.residual, tuning.rows)
+    out = _matmul(operands._replace(x=x, residual=residual), tuning=tuning)
+    return out[:rows] if x.shape[0] > rows else out
 
 
 @dataclass(frozen=True)
@@ -293,8 +286,8 @@ class _Blocks:
 
 
 # Compiled as a function of its own, so that layers and programs share one kernel.
-@lowered_once(static_argnames=("decoded", "tuning"))
-def _matmul(operands: Operands[jax.Array], *, decoded: bool, tuning: Tuning) -> jax.Array:
+@lowered_once(static_argnames="tuning")
+def _matmul(operands: Operands[jax.Array], *, tuning: Tuning) -> jax.Array:
     (rows, depth), dtype = operands.x.shape, operands.x.dtype
     are_codes = operands.scales is not None
     width = operands.weights[0].shape[0 if are_codes else 1]
@@ -350,7 +343,6 @@ def _matmul(operands: Operands[jax.Array], *, decoded: bool, tuning: Tuning) -> 
             registers.give_back()
             ring.produce(
                 *(turns, load_weights, load_x, scratch.consumed),
-                weights_first=not decoded,
                 # Down follows gate and up, or the kernel that makes its codes. A smaller product
                 # would crowd into the first free SMs.
                 launches_next=products == 2,

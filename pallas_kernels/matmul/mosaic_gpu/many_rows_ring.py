@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -20,7 +21,25 @@ TILE_ROWS = 128  # of a CTA
 CONSUMERS = 2
 CONSUMER_ROWS = TILE_ROWS // CONSUMERS
 
+ROW_TILE = 8  # rows that a TMA copy swizzles together
+
 Load = Callable[[jax.Array], None]  # starts the copies of a turn
+
+
+def with_idle_rows(
+    x: jax.Array, residual: jax.Array | None, tile: int
+) -> tuple[jax.Array, jax.Array | None]:
+    """Return x and the residual with as many rows as copies take.
+
+    TMA ends a copy where the array ends, and fills the rest with zeros. The interpreter does not.
+
+    tile: rows of a tile
+    """
+    idle = -x.shape[0] % (tile if interpreting() else ROW_TILE)
+    if not idle:
+        return x, residual
+    padding = (0, idle), (0, 0)
+    return jnp.pad(x, padding), None if residual is None else jnp.pad(residual, padding)
 
 
 @dataclass(frozen=True)
@@ -61,23 +80,17 @@ class ManyRowsRing:
         load_x: Load,
         consumed: Barrier,
         *,
-        weights_first: bool = True,
         launches_next: bool = True,
     ) -> None:
         """Start all copies, and wait until they are read: the producer's work.
 
         turns:         of the CTA, at least `stages`
-        weights_first: whether copies of the weights start before the kernel before has ended; not
-                       if a kernel of the program makes them
         launches_next: see pallas_kernels/matmul/plan.py
         """
         pdl = not interpreting()
-        if weights_first:
-            pl.loop(0, self.stages)(load_weights)
+        pl.loop(0, self.stages)(load_weights)
         if pdl:
             plgpu.griddepcontrol_wait()  # x depends on the kernel before
-        if not weights_first:
-            pl.loop(0, self.stages)(load_weights)
         pl.loop(0, self.stages)(load_x)
 
         @pl.loop(self.stages, turns)
