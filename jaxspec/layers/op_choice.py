@@ -141,8 +141,8 @@ def with_prefill_order(ops: Ops, wanted: bool | None, target: Params) -> Ops:
     """Return ops that sum the products of prompts in one order for all sizes of prefill calls.
 
     wanted: EngineConfig.prefill_in_order
-    target: its weights. None means small targets, and those with products in int4, whose kernel
-            sums narrow products of few prompts in parts otherwise, and nothing else
+    target: its weights. None means small targets, whose texts then depend on no neighbour, and
+            those with products in int4: only narrow products of few prompts take longer in order
     """
     if ops.matmul == "reference":
         if wanted and jax.default_backend() == "gpu":

@@ -405,9 +405,9 @@ def _multiply(
         deferred = None
     codes = stream.rows_in_fp8(normed=norm is not None) if operands.kind is Fp8Weight else None
     assert stream.x.dtype != jnp.float8_e4m3fn or codes is not None, "codes need their scales"
-    # Few rows have one order anyway, and so have logits of many rows by codes.
+    # Few rows have one order anyway. So have logits in fp8 blocks, 64 rows at a time.
     in_order = ops.is_prefill and ops.prefill_in_order and count > FEW_ROWS
-    in_order &= operands.kind is Weight or jnp.dtype(form.out_dtype) == jnp.bfloat16
+    in_order &= operands.kind is not Fp8Weight or jnp.dtype(form.out_dtype) == jnp.bfloat16
     next_gain = None
     if following.norm is not None and residual is not None and not in_order:
         width = residual.shape[-1]
@@ -558,8 +558,9 @@ def _choose_backend(
     """Return the op's implementation for this product, and the rows of padding it needs.
 
     The kernels serve the few rows of a decode step, gate and up of 128 or 256 rows, and all rows of
-    prefill in order and of fp8 blocks. XLA multiplies the others; the log says so once, with the
-    reason. Of other fp8 weights, XLA multiplies more rows within the op, and kernels quantise them.
+    prefill in order, of fp8 blocks and of int4. XLA multiplies the others; the log says so once,
+    with the reason. Of other fp8 weights, XLA multiplies more rows within the op, and kernels
+    quantise them.
     """
     rows, depth = x.shape
     if ops.matmul == "reference":  # XLA multiplies one row by a kernel of its own

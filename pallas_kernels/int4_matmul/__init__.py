@@ -32,7 +32,8 @@ def int4_matmul(inputs: Inputs[Int4Weight], *, implementation: str = "reference"
     """Return [x @ w for w in weights] side by side, as pallas_kernels.matmul does.
 
     Rows keep their dtype. Sums are float32, and the result is cast to out_dtype. Kernels of up to
-    64 rows multiply codes exactly, and sums by scales. Else a weight is rounded to the rows' dtype.
+    64 rows do not round weights: scales multiply sums. More rows, and XLA but on a CPU, multiply
+    weights that are rounded to the rows' dtype.
 
     Raises ValueError for shapes that do not fit together and for inputs that the implementation
     does not support.

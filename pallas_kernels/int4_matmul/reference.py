@@ -1,4 +1,4 @@
-"""The product in plain jnp: the op's specification, and the path for many rows and on CPU."""
+"""The product in plain jnp: the op's specification, and the path where there is no kernel."""
 
 from __future__ import annotations
 

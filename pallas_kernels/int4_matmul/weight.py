@@ -33,7 +33,7 @@ class Int4Weight:
 
     words:  int32 [..., out / 16, in / 64, 128], units of codes
     scales: floating point [..., in / group, out]
-    zeros:  uint8 [..., in / group, out]; None if each is 8
+    zeros:  uint8 [..., in / group, out], at most 128; None if each is 8
     """
 
     words: jax.Array

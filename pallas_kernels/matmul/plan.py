@@ -12,7 +12,9 @@ When copies and launches start (programmatic dependent launch, PDL):
 | gate and up | norm or residual sum | no             | no            | yes (down)    |
 | down        | gate and up          | yes            | yes           | no            |
 | head        | norm                 | no             | no            | yes (sampler) |
-| in order    | any                  | as above       | yes           | gate and up   |
+| above 64    | any                  | as above       | yes           | gate and up   |
+
+The last row: more than 64 rows in order, of fp8 in blocks, and of int4.
 
 The rule: weights first before a residual sum; launch the next kernel early after gate and up and
 after a float32 result. The kernel after any other product would occupy whatever SMs are left, and

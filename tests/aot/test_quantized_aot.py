@@ -343,8 +343,7 @@ def test_codes_go_from_gate_and_up_to_down_and_qkv_in_few_kernels_beside_cublas(
 def test_many_rows_of_int4_in_order_are_one_kernel(name: str, rows: int) -> None:
     shape = dataclasses.replace(INT4[f"{name} rows 1"], rows=rows)
     inputs = jax.eval_shape(lambda: make_int4(shape, 0))
-    hlo, found = compiled(int4_matmul.int4_matmul, dataclasses.replace(inputs, in_order=True))
-    assert found == [(0, 0, 0)], f"expected one kernel without spills, got {found}"
+    hlo = int4_without_spills(dataclasses.replace(inputs, in_order=True))[0]
     assert hlo.count(" custom-call(") == 1 and not re.findall(OTHER_WORK, hlo), hlo
 
 
@@ -354,11 +353,41 @@ def test_many_rows_of_int4_are_one_kernel_and_the_sum_of_its_parts(name: str, ro
     inputs = jax.eval_shape(
         lambda: make_int4(dataclasses.replace(INT4[f"llama-3-8b {name} rows 1"], rows=rows), 0)
     )
-    with h200.ptxas_report() as report:
-        run = functools.partial(int4_matmul.int4_matmul, implementation="mosaic_gpu")
-        hlo = h200.compile_for_h200(run, inputs).as_text()
-        said = report()
-    assert h200.stack_and_spills(said) == [(0, 0, 0)] and "serialized" not in said, said
+    hlo, said = int4_without_spills(inputs)
     assert hlo.count(" custom-call(") == 1, hlo
     others = re.findall(OTHER_WORK, hlo.split("ENTRY", 1)[1])
     assert len(others) == ("_parts" in said), others
+
+
+def int4_without_spills(inputs: Any) -> tuple[str, str]:
+    """Optimised HLO, and what ptxas says of the kernel whose products it does not serialise."""
+    run = functools.partial(int4_matmul.int4_matmul, implementation="mosaic_gpu")
+    with h200.ptxas_report() as report:
+        hlo = h200.compile_for_h200(run, inputs).as_text()
+        said = report()
+    assert h200.stack_and_spills(said) == [(0, 0, 0)] and "serialized" not in said, said
+    return hlo, said
+
+
+@pytest.mark.parametrize("fused", ["", "residual", "swiglu"])
+def test_what_many_rows_of_int4_wait_for(fused: str) -> None:
+    """Weights are copied before the kernel before has ended. Sums of two steps, whose loop LLVM
+    unrolls, are complete when they are rounded."""
+    shape = dataclasses.replace(INT4["llama-3-8b qkv rows 1"], rows=72, depth=128, width=64)
+    weights = jax.eval_shape(lambda: make_int4(shape, 0)).weights * (1 + (fused == "swiglu"))
+    bf16 = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16)
+    inputs = int4_matmul.Inputs(
+        x=bf16((72, 128)),
+        weights=weights,
+        residual=bf16((72, 64)) if fused == "residual" else None,
+        swiglu=fused == "swiglu",
+    )
+    with mock.patch.dict(os.environ, {"MOSAIC_GPU_DUMP_PTX": "1"}):
+        _, ptx = int4_without_spills(inputs)
+    first_load = re.search(r"cp\.async\.bulk\.tensor\S*\.global", ptx)
+    assert first_load and "griddepcontrol.wait" not in ptx[: first_load.start()]
+    assert ("griddepcontrol.launch_dependents" in ptx) is (fused == "swiglu")
+    last = ptx.rindex("wgmma.commit_group")
+    rounded = ptx.index("cvt.rn.bf16x2.f32", last)
+    assert "wgmma.wait_group.sync.aligned 0" in ptx[last:rounded]
+    assert "cvt.rn.bf16x2.f32" not in ptx[:last]

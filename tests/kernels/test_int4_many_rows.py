@@ -81,7 +81,17 @@ def parts_of(inputs: Inputs[Int4Weight]) -> int:
     return many_rows.choose_tuning(Product.of(inputs)).parts
 
 
+def assert_bits_of_weights(scale_dtype: str, zeros: bool) -> None:
+    """Rows of the identity multiply each weight by one."""
+    dtype = jnp.dtype(scale_dtype)
+    inputs = product(128, 128, (64,), group=64, zeros=zeros, scale_dtype=dtype)
+    inputs = replace(inputs, x=jnp.eye(128, dtype=jnp.bfloat16))
+    expected = np.asarray(inputs.weights[0].to_array(jnp.bfloat16)).astype(np.float32)
+    np.testing.assert_array_equal(run(inputs), expected)
+
+
 CASES: dict[str, Callable[[], Inputs[Int4Weight]]] = {
+    "one step": partial(product, 72, 64, (64,), group=64),
     "one block of columns": partial(product, 72, 256, (64,)),
     "two blocks of one weight": partial(product, 128, 256, (128,), zeros=False),
     "an odd number of blocks, groups of 64": partial(product, 144, 192, (192,), group=64),
@@ -109,12 +119,7 @@ def test_equals_float64(name: str) -> None:
 @pytest.mark.parametrize("zeros", [False, True])
 @pytest.mark.parametrize("scale_dtype", ["bfloat16", "float16", "float32"])
 def test_weights_have_the_bits_of_the_definition(scale_dtype: str, zeros: bool) -> None:
-    """Rows of the identity multiply each weight by one."""
-    dtype = jnp.dtype(scale_dtype)
-    inputs = product(128, 128, (64,), group=64, zeros=zeros, scale_dtype=dtype)
-    inputs = replace(inputs, x=jnp.eye(128, dtype=jnp.bfloat16))
-    expected = np.asarray(inputs.weights[0].to_array(jnp.bfloat16)).astype(np.float32)
-    np.testing.assert_array_equal(run(inputs), expected)
+    assert_bits_of_weights(scale_dtype, zeros)
 
 
 @pytest.mark.parametrize("fused", ["residual", "swiglu"])
@@ -167,7 +172,6 @@ def test_nan_stays_in_its_row_or_column() -> None:
     [
         ({"widths": (96,)}, "expected widths that are multiples of 64, got (96,)"),
         ({"group": 32}, "expected groups that are multiples of 64 with float scales, got 32 with"),
-        ({"depth": 64, "group": 64}, "expected a depth from 128 on, got 64"),
     ],
 )
 def test_what_the_kernel_cannot_multiply_it_says(change: dict[str, Any], reason: str) -> None:
@@ -184,6 +188,13 @@ def test_norms_and_wide_swiglu_are_refused() -> None:
 
 
 # ---- on the device
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("zeros", [False, True])
+@pytest.mark.parametrize("scale_dtype", ["bfloat16", "float16", "float32"])
+def test_weights_have_the_bits_of_the_definition_on_the_gpu(scale_dtype: str, zeros: bool) -> None:
+    assert_bits_of_weights(scale_dtype, zeros)
 
 
 @pytest.mark.gpu

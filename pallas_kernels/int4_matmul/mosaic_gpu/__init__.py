@@ -9,8 +9,8 @@ never rounded. The order of sums depends on the weights alone: on their shapes a
 More rows are multiplied by wgmma, which takes decoded weights from registers. They are rounded to
 bfloat16 after their scales, since no registers are left for sums of single groups.
 
-    plan.py         how a product is divided
-    units.py        units in shared memory, decoded and multiplied by a warp
+    plan.py         what fits, and how a product of few rows is divided
+    units.py        units in shared memory, decoded in registers
     product.py      the product of few rows
     many_rows.py    the product of more than 64 rows
 """

@@ -1,20 +1,20 @@
 """Products of many rows with int4 weights on Hopper, decoded in registers on their way to wgmma.
 
-A unit is an operand A of wgmma (weight.py), so a CTA makes the transposed tile: columns of weights
-times rows. Two warpgroups have half of the tile's rows each. Each decodes all of its columns, one
-block of 64 while the tensor cores multiply the other. A third warpgroup starts the TMA copies. CTAs
-stay for all of their tiles, so copies of the next tile are in flight while one ends.
+A unit is an operand A of wgmma (weight.py), so a CTA makes a transposed tile: columns of weights
+times rows. Two warpgroups have half of the tile's rows each. Each decodes all columns of the tile,
+the second block of 64 while the tensor cores multiply the first. A third warpgroup starts the TMA
+copies. CTAs stay for all of their tiles, so copies of the next tile are in flight while one ends.
 
-A weight is rounded to bfloat16 once, after its scale, as Int4Weight.to_array does. The depth is
-summed in order, so a row's bits do not depend on the number of rows. Without that, a narrow result
-is a sum of parts of the depth.
+Weights have the bits of Int4Weight.to_array in bfloat16. With `in_order`, the depth is summed in
+order for any number of rows. Else a narrow result may be a sum of parts of the depth. Up to 64 rows
+have other bits (product.py).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -30,25 +30,22 @@ from pallas_kernels.lowered_once import lowered_once
 from pallas_kernels.matmul import reference
 from pallas_kernels.matmul.inputs import Inputs
 from pallas_kernels.matmul.mosaic_gpu.many_rows_ring import ROW_TILE, ManyRowsRing, with_idle_rows
+from pallas_kernels.matmul.mosaic_gpu.result_pieces import SLOTS, ResultPieces, finished
 from pallas_kernels.matmul.plan import MAX_SMEM, TILE_N, Product
-from pallas_kernels.mosaic import RegisterShares, load
-from pallas_kernels.swiglu import swiglu
-from pallas_kernels.types import Accumulator, Barrier, Index, Ref, Slice
+from pallas_kernels.mosaic import RegisterShares
+from pallas_kernels.types import Accumulator, Barrier, Index, Ref
 
 T = TypeVar("T")  # an array, the kernel's ref, or its type
 
-LAYOUT = plgpu.Layout.WGMMA
 CONSUMERS = 2
 OWN_ROWS = (64, 96, 128)  # of a warpgroup
 PIECE = 32  # rows of a result that are written at once
-SLOTS = 2  # pieces of a warpgroup in flight
-MIN_STAGES = 2
 PARTS = (2, 4)  # of the depth
 PART_STEPS = 8  # of a part of the depth, at least
-# Of a step, of a row and a block in it, and of the sums of parts: fitted to 14 tiles of 128 and 256
-# rows on an H200.
+# Of a step, and of a row and a block in it; of adding parts up, and their sums. Fitted to 14 tiles
+# of 128 and 256 rows on an H200. Gate and up, where all SMs work, take up to 1.46 times as long.
 STEP_MICROSECONDS, ROW_MICROSECONDS = 0.27, 0.0016
-SUM_MICROSECONDS, SUMS_A_MICROSECOND = 4, 210_000
+ADDING_MICROSECONDS, SUMS_A_MICROSECOND = 4, 210_000
 
 
 class Operands(NamedTuple, Generic[T]):
@@ -128,7 +125,7 @@ class Tuning:
         if self.parts == 1:
             return multiplied
         sums = self.parts * product.rows * product.width
-        return multiplied + SUM_MICROSECONDS + sums / SUMS_A_MICROSECOND
+        return multiplied + ADDING_MICROSECONDS + sums / SUMS_A_MICROSECOND
 
 
 def choose_tuning(product: Product) -> Tuning:
@@ -156,16 +153,14 @@ def unsupported(product: Product) -> str | None:
         return "expected no norm with many rows, got one"
     if product.swiglu and product.out_dtype != jnp.bfloat16:
         return f"expected SwiGLU in bfloat16, got {jnp.dtype(product.out_dtype).name}"
-    if product.depth < MIN_STAGES * DEPTHS:
-        return f"expected a depth from {MIN_STAGES * DEPTHS} on, got {product.depth}"
     return None
 
 
 def multiply(inputs: Inputs[Int4Weight], *, tuning: Tuning | None = None) -> jax.Array:
     """Run the op; see pallas_kernels.int4_matmul.int4_matmul."""
     if len(inputs.weights) > 1 and not inputs.swiglu:
-        parts = [multiply(part, tuning=tuning) for part in inputs.by_weight()]
-        return jnp.concatenate(parts, axis=-1)
+        results = [multiply(each, tuning=tuning) for each in inputs.by_weight()]
+        return jnp.concatenate(results, axis=-1)
     tuning = tuning or choose_tuning(Product.of(inputs))
     rows = inputs.x.shape[0]
     x, residual = with_idle_rows(inputs.x, inputs.residual, tuning.rows)
@@ -179,22 +174,23 @@ def multiply(inputs: Inputs[Int4Weight], *, tuning: Tuning | None = None) -> jax
         inputs.bias,
         inputs.residual,
     )
-    wide = tuning.parts > 1 or inputs.out_dtype != jnp.bfloat16
-    if wide:
-        parts = _matmul(operands._replace(bias=None, residual=None), wide=True, tuning=tuning)
-        out = reference.finish(inputs, [parts[..., : x.shape[0]].sum(0).T])
+    returns_sums = tuning.parts > 1 or inputs.out_dtype != jnp.bfloat16
+    if returns_sums:
+        operands = operands._replace(bias=None, residual=None)
+        sums = _matmul(operands, returns_sums=True, tuning=tuning)
+        out = reference.finish(inputs, [sums[..., : x.shape[0]].sum(0).T])
     else:
-        out = _matmul(operands, wide=False, tuning=tuning)
+        out = _matmul(operands, returns_sums=False, tuning=tuning)
     return out[:rows] if x.shape[0] > rows else out
 
 
 # Compiled as a function of its own, so that layers and programs share one kernel.
-@lowered_once(static_argnames=("wide", "tuning"))
-def _matmul(operands: Operands[jax.Array], *, wide: bool, tuning: Tuning) -> jax.Array:
+@lowered_once(static_argnames=("returns_sums", "tuning"))
+def _matmul(operands: Operands[jax.Array], *, returns_sums: bool, tuning: Tuning) -> jax.Array:
     """Return the product in bfloat16, [rows, width]; or sums in float32, [parts, width, rows].
 
-    wide: whether to return the latter, of whole pieces of rows. Only 16-bit values can be stored
-          transposed
+    returns_sums: whether to return the latter, of whole pieces of rows. Only 16-bit values can be
+                  stored transposed
     """
     rows, depth = operands.x.shape
     is_swiglu = len(operands.words) == 2
@@ -207,60 +203,52 @@ def _matmul(operands: Operands[jax.Array], *, wide: bool, tuning: Tuning) -> jax
     tiles = row_tiles * (width // tile) * parts
     ctas = min(tiles, tuning.ctas)
     # A CTA may have a tile less than others.
-    stages = min(_stages(operands, wide, tuning), tiles // ctas * steps)
+    stages = min(_stages(operands, returns_sums, tuning), tiles // ctas * steps)
     ring = ManyRowsRing(stages, steps, DEPTHS, CONSUMERS)
     registers = RegisterShares(CONSUMERS, 216, 72)
-    pieces, pdl, zeros = own_rows // PIECE, not interpreting(), bool(operands.zeros)
-    assert not width % tile and stages >= MIN_STAGES and own_rows % PIECE == 0, tuning
-    assert not is_swiglu or (blocks == 2 and not wide), tuning
+    row_pieces, pdl, has_zeros = own_rows // PIECE, not interpreting(), bool(operands.zeros)
+    assert not width % tile and own_rows % PIECE == 0, tuning
+    assert not is_swiglu or (blocks == 2 and not returns_sums), tuning
 
     def body(operands: Operands[Ref], out: Ref, scratch: Scratch[Ref]) -> None:
         wg, cta = lax.axis_index("wg"), lax.axis_index("cta")
         tiles_here = lax.div(tiles - cta + (ctas - 1), ctas)
         turns = tiles_here * steps
 
-        def place_of(index: Index) -> tuple[jax.Array, jax.Array, jax.Array]:
-            """Return first row, part of the depth and number of the column tile of the n-th tile.
+        def tile_of(index: Index) -> tuple[jax.Array, jax.Array, jax.Array]:
+            """Return first row, part of the depth and number of the columns of the n-th tile.
 
             CTAs take tiles in turn, and all rows of the same columns first.
             """
-            place = cta + index * ctas
-            row, place = lax.rem(place, row_tiles) * tuning.rows, lax.div(place, row_tiles)
-            return row, lax.rem(place, parts), lax.div(place, parts)
+            number = cta + index * ctas
+            row, number = lax.rem(number, row_tiles) * tuning.rows, lax.div(number, row_tiles)
+            return row, lax.rem(number, parts), lax.div(number, parts)
+
+        def step_of(turn: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+            """Return slot, unit of the depth, first row and number of the columns of a turn."""
+            row, part, column = tile_of(lax.div(turn, steps))
+            return lax.rem(turn, stages), lax.rem(turn, steps) + part * steps, row, column
 
         def load_weights(turn: jax.Array) -> None:
-            slot, full = lax.rem(turn, stages), scratch.full.at[lax.rem(turn, stages)]
-            _, part, column = place_of(lax.div(turn, steps))
-            unit = lax.rem(turn, steps) + part * steps
-            place = lax.div(unit * DEPTHS, group)
+            slot, unit, _, column = step_of(turn)
+            full = scratch.full.at[slot]
+            group_row = pl.ds(lax.div(unit * DEPTHS, group), 1)
             for block in range(blocks):
                 weight = block if is_swiglu else 0
-                first = column * (tile // TILE_N) + (0 if is_swiglu else block)
-                columns = pl.ds(first * TILE_N, TILE_N)
-                plgpu.copy_gmem_to_smem(
-                    operands.words[weight].at[
-                        pl.ds(first * (TILE_N // COLUMNS), TILE_N // COLUMNS), pl.ds(unit, 1)
-                    ],
-                    scratch.words.at[slot, block],
-                    full,
-                )
-                here = pl.ds(place, 1), columns
-                plgpu.copy_gmem_to_smem(
-                    operands.scales[weight].at[here], scratch.scales.at[slot, block], full
-                )
+                number = column * (tile // TILE_N) + (0 if is_swiglu else block)
+                of_units = pl.ds(number * (TILE_N // COLUMNS), TILE_N // COLUMNS), pl.ds(unit, 1)
+                by_group = group_row, pl.ds(number * TILE_N, TILE_N)
+                words, scales = operands.words[weight], operands.scales[weight]
+                plgpu.copy_gmem_to_smem(words.at[of_units], scratch.words.at[slot, block], full)
+                plgpu.copy_gmem_to_smem(scales.at[by_group], scratch.scales.at[slot, block], full)
                 if scratch.zeros is not None:
                     target = scratch.zeros.at[slot, block, pl.ds(0, 1)]
-                    plgpu.copy_gmem_to_smem(operands.zeros[weight].at[here], target, full)
+                    plgpu.copy_gmem_to_smem(operands.zeros[weight].at[by_group], target, full)
 
         def load_x(turn: jax.Array) -> None:
-            slot = lax.rem(turn, stages)
-            row, part, _ = place_of(lax.div(turn, steps))
-            unit = lax.rem(turn, steps) + part * steps
-            plgpu.copy_gmem_to_smem(
-                operands.x.at[pl.ds(row, tuning.rows), pl.ds(unit * DEPTHS, DEPTHS)],
-                scratch.x.at[slot],
-                scratch.full.at[slot],
-            )
+            slot, unit, row, _ = step_of(turn)
+            here = pl.ds(row, tuning.rows), pl.ds(unit * DEPTHS, DEPTHS)
+            plgpu.copy_gmem_to_smem(operands.x.at[here], scratch.x.at[slot], scratch.full.at[slot])
 
         @pl.when(wg == CONSUMERS)
         def _produce() -> None:
@@ -285,10 +273,7 @@ def _matmul(operands: Operands[jax.Array], *, wide: bool, tuning: Tuning) -> jax
                     for block, acc in enumerate(sums):
                         weights = units.values(step, block)
                         if scratch.weights is not None:
-                            kept = scratch.weights.at[wg, block]
-                            kept[...] = weights
-                            plgpu.commit_smem()
-                            weights = kept
+                            weights = _kept(weights, scratch.weights.at[wg, block])
                         plgpu.wgmma(acc, weights, x)
                     plgpu.wgmma_wait(0)
                     plgpu.barrier_arrive(scratch.consumed.at[slot])
@@ -298,58 +283,37 @@ def _matmul(operands: Operands[jax.Array], *, wide: bool, tuning: Tuning) -> jax
 
             @pl.loop(0, tiles_here)
             def _tile(index: jax.Array) -> None:
-                row, part, column = place_of(index)
+                row, part, column = tile_of(index)
                 row = row + wg * own_rows
 
-                def here(place: int) -> tuple[Slice, Slice]:
-                    """Return rows and columns of a piece of the tile."""
-                    block, piece = divmod(place, pieces)
-                    first = column * tile + block * TILE_N
-                    return pl.ds(row + piece * PIECE, PIECE), pl.ds(first, TILE_N)
+                def place(piece: int) -> tuple[Any, ...]:
+                    """Return the place of a piece in the result: blocks of columns one by one."""
+                    block, rows_before = divmod(piece, row_pieces)
+                    rows = pl.ds(row + rows_before * PIECE, PIECE)
+                    columns = pl.ds(column * tile + block * TILE_N, TILE_N)
+                    return (part, columns, rows) if returns_sums else (rows, columns)
 
-                def load_residual(place: int) -> None:
-                    if operands.residual is None:
-                        return
-                    slot = place % SLOTS
-                    plgpu.copy_gmem_to_smem(
-                        operands.residual.at[here(place)],
-                        scratch.out.at[wg, slot],
-                        scratch.residual.at[wg * SLOTS + slot],
-                    )
-
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # of the tile before
-                places = pieces * (tile // TILE_N)
-                for place in range(min(SLOTS, places)):
-                    load_residual(place)
+                results = ResultPieces(
+                    count=row_pieces * (tile // TILE_N),
+                    slots=scratch.out.at[wg],
+                    out=out,
+                    residual=operands.residual,
+                    arrived=scratch.residual,
+                    first=wg * SLOTS,
+                    place=place,
+                    turned=not returns_sums,
+                )
+                results.begin()
                 shape = plgpu.ACC((TILE_N, own_rows), jnp.float32)
                 sums = pl.run_scoped(partial(accumulate, index * steps), *(shape,) * blocks)
-                for place in range(places):
-                    block, piece = divmod(place, pieces)
-                    slot = place % SLOTS
-                    target = scratch.out.at[wg, slot]
-                    few = slice(piece * PIECE, (piece + 1) * PIECE)
-                    if wide:
-                        if place >= SLOTS:
-                            plgpu.wait_smem_to_gmem(SLOTS - 1, wait_read_only=True)
-                        target[...] = sums[block][:, few]
-                    else:
-                        own = sums if is_swiglu else sums[block : block + 1]
-                        value = _finished([s[:, few] for s in own], operands.bias, here(place)[1])
-                        turned = target.transpose((1, 0))
-                        if operands.residual is not None:
-                            plgpu.barrier_wait(scratch.residual.at[wg * SLOTS + slot])
-                            residual = turned[...].astype(jnp.float32)
-                            value = (residual + value.astype(jnp.float32)).astype(jnp.bfloat16)
-                        elif place >= SLOTS:
-                            plgpu.wait_smem_to_gmem(SLOTS - 1, wait_read_only=True)
-                        turned[...] = value
-                    plgpu.commit_smem()
-                    rows_here, columns = here(place)
-                    there = (part, columns, rows_here) if wide else (rows_here, columns)
-                    plgpu.copy_smem_to_gmem(target, out.at[there])
-                    if operands.residual is not None and place + SLOTS < places:
-                        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                        load_residual(place + SLOTS)
+                for piece in range(results.count):
+                    block, rows_before = divmod(piece, row_pieces)
+                    few = slice(rows_before * PIECE, (rows_before + 1) * PIECE)
+                    own = [total[:, few] for total in (sums if is_swiglu else (sums[block],))]
+                    value = own[0]
+                    if not returns_sums:
+                        value = finished(own, operands.bias, place(piece)[1], axis=0)
+                    results.write(piece, value)
 
             plgpu.wait_smem_to_gmem(0)
 
@@ -361,7 +325,7 @@ def _matmul(operands: Operands[jax.Array], *, wide: bool, tuning: Tuning) -> jax
         body,
         out_type=(
             jax.ShapeDtypeStruct((parts, width, -(-rows // PIECE) * PIECE), jnp.float32)
-            if wide
+            if returns_sums
             else jax.ShapeDtypeStruct((rows, width), jnp.bfloat16)
         ),
         grid=(ctas,),
@@ -374,10 +338,10 @@ def _matmul(operands: Operands[jax.Array], *, wide: bool, tuning: Tuning) -> jax
                 x=plgpu.SMEM((stages, tuning.rows, DEPTHS), jnp.bfloat16, transforms=swizzled),
                 words=plgpu.SMEM((stages, blocks, TILE_N // COLUMNS, 1, UNIT), jnp.int32),
                 scales=plgpu.SMEM((stages, blocks, 1, TILE_N), operands.scales[0].dtype),
-                zeros=plgpu.SMEM((stages, blocks, 2, TILE_N), jnp.uint8) if zeros else None,
+                zeros=plgpu.SMEM((stages, blocks, 2, TILE_N), jnp.uint8) if has_zeros else None,
                 out=(
                     plgpu.SMEM((CONSUMERS, SLOTS, TILE_N, PIECE), jnp.float32, transforms=of_sums)
-                    if wide
+                    if returns_sums
                     else plgpu.SMEM(
                         (CONSUMERS, SLOTS, PIECE, TILE_N), jnp.bfloat16, transforms=swizzled
                     )
@@ -388,7 +352,7 @@ def _matmul(operands: Operands[jax.Array], *, wide: bool, tuning: Tuning) -> jax
                 if interpreting()
                 else None,
                 full=plgpu.Barrier(
-                    num_barriers=stages, num_arrivals=1 + blocks * (3 if zeros else 2)
+                    num_barriers=stages, num_arrivals=1 + blocks * (3 if has_zeros else 2)
                 ),
                 consumed=ring.consumed(1),
                 residual=plgpu.Barrier(num_barriers=CONSUMERS * SLOTS),
@@ -399,22 +363,16 @@ def _matmul(operands: Operands[jax.Array], *, wide: bool, tuning: Tuning) -> jax
     return call(operands)
 
 
-def _stages(operands: Operands[jax.Array], wide: bool, tuning: Tuning) -> int:
+def _stages(operands: Operands[jax.Array], returns_sums: bool, tuning: Tuning) -> int:
     """Return how many stages of the rings fit."""
-    fixed = CONSUMERS * SLOTS * PIECE * TILE_N * (4 if wide else 2)
+    fixed = CONSUMERS * SLOTS * PIECE * TILE_N * (4 if returns_sums else 2)
     by_column = operands.scales[0].dtype.itemsize + (2 if operands.zeros else 0)
     step = 2 * tuning.rows * DEPTHS + tuning.blocks * TILE_N * (DEPTHS // 2 + by_column)
     return (MAX_SMEM - fixed - 4096) // step  # barriers, alignment
 
 
-def _finished(sums: list[jax.Array], bias: Ref | None, columns: Slice) -> jax.Array:
-    """Return a piece of the result in bfloat16, before a residual: [columns, rows]."""
-    if bias is not None:
-        (total,) = sums
-        added = load(bias.at[columns], LAYOUT.reduce(1), optimized=False).astype(jnp.float32)
-        sums = [total + lax.broadcast_in_dim(added, total.shape, [0])]
-    rounded = [total.astype(jnp.bfloat16) for total in sums]
-    if len(rounded) == 1:
-        return rounded[0]
-    gate, up = (value.astype(jnp.float32) for value in rounded)
-    return swiglu(gate, up)
+def _kept(weights: jax.Array, ref: Ref) -> Ref:
+    """Return a ref to the weights, for the interpreter: its wgmma takes no operand in registers."""
+    ref[...] = weights
+    plgpu.commit_smem()
+    return ref

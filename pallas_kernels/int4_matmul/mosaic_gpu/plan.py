@@ -1,4 +1,4 @@
-"""How a product of few rows with int4 weights is divided: blocks, shares of the depth, rings."""
+"""What kernels of int4 weights take, and how a product of few rows is divided among blocks."""
 
 from __future__ import annotations
 
@@ -37,7 +37,6 @@ def plain(product: Product) -> Product:
         norms=product.norms,
         biased=product.biased,
         swiglu=product.swiglu,
-        in_order=product.in_order,
         out_dtype=product.out_dtype,
     )
 

@@ -1,4 +1,4 @@
-"""Units of int4 in shared memory: a warp decodes them in registers and multiplies them."""
+"""Units of int4 in shared memory, decoded in registers: multiplied there, or for wgmma."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ PAIR = 0x00010001
 class Step(NamedTuple):
     """A step of the weights in shared memory.
 
-    words:  int32 [products, 4, depth / 64, 128]
-    scales: [products, groups, 64]
-    zeros:  uint8 [products, groups or more, 64], or None
+    words:  int32 [blocks, 4, depth / 64, 128]; a block has 64 columns of a weight
+    scales: [blocks, groups, 64]
+    zeros:  uint8 [blocks, groups or more, 64], or None
     """
 
     words: Ref
@@ -100,16 +100,16 @@ def _multiply_arrays(
     return tuple(found)
 
 
-def values(step: Step, part: int) -> jax.Array:
-    """Return a step's weights in the order of wgmma's operand A: bfloat16 [64 columns, 64 depths].
+def values(step: Step, block: int) -> jax.Array:
+    """Return a block of weights as operand A of wgmma: bfloat16 [64 columns, 64 depths].
 
-    The step has one unit in the depth, and one group. A weight is rounded once, after its scale.
+    The step has one unit of the depth, and one group. The bits are those of Int4Weight.to_array.
     """
     if interpreting():
         ones = jnp.ones((1, 64), jnp.float32)
-        codes = Int4Weight(step.words[part], ones).codes().astype(jnp.float32)
-        zero = ZERO if step.zeros is None else step.zeros[part, 0].astype(jnp.float32)
-        return ((codes - zero) * step.scales[part, 0].astype(jnp.float32)).T.astype(jnp.bfloat16)
+        codes = Int4Weight(step.words[block], ones).codes().astype(jnp.float32)
+        zero = ZERO if step.zeros is None else step.zeros[block, 0].astype(jnp.float32)
+        return ((codes - zero) * step.scales[block, 0].astype(jnp.float32)).T.astype(jnp.bfloat16)
     plain = plgpu.RefType()
     zeros = () if step.zeros is None else (step.zeros,)
 
@@ -118,7 +118,7 @@ def values(step: Step, part: int) -> jax.Array:
         return_type=plgpu.ShapeDtypeStruct((64, DEPTHS), jnp.bfloat16, layout=LAYOUT),
     )
     def run(_: Any, words: Any, scales: Any, zeros: Any) -> Any:
-        return _values(words, scales, zeros[0] if zeros else None, part)
+        return _values(words, scales, zeros[0] if zeros else None, block)
 
     call: Any = run
     return call(step.words, step.scales, zeros)
@@ -127,10 +127,10 @@ def values(step: Step, part: int) -> jax.Array:
 # ---- for each thread
 
 
-def decode_word(word: Any, offsets: Sequence[Any]) -> list[Any]:
-    """Return four registers of bfloat16 pairs: the codes of a word, less what is beyond 128.
+def _decode_word(word: Any, offsets: Sequence[Any]) -> list[Any]:
+    """Return four registers of bfloat16 pairs: a word's codes minus their zeros, which is exact.
 
-    offsets: 128 plus the zero, twice in a word, of each of both columns
+    offsets: 128 plus the zero of each of both columns, twice in a word
     """
     registers = []
     for i in range(4):
@@ -185,10 +185,10 @@ def _multiply(
     return tuple(array_of(numbers, total) for numbers, total in zip(values, totals, strict=True))
 
 
-def _values(words: Any, scales: Any, zeros: Any, part: int) -> Any:
+def _values(words: Any, scales: Any, zeros: Any, block: int) -> Any:
     reader = _Reader(words, scales, zeros)
-    fragments = reader.fragments(part, 0, reader.offsets(part, 0))
-    factors = reader.scales(part, 0)
+    fragments = reader.fragments(block, 0, reader.offsets(block, 0))
+    factors = reader.scales(block, 0)
     pair = ir.VectorType.get((2,), ir.BF16Type.get())
     if ir.MemRefType(scales.type).element_type == ir.BF16Type.get():
         # Both operands have 8 bits, so the product rounds once, as that of float32 does.
@@ -280,5 +280,5 @@ class _Reader:
         four = llvm.load(ir.VectorType.get((4,), self._word), address, alignment=16)
         found = []
         for j in range(4):
-            found.append(decode_word(llvm.extractelement(four, i32(j)), offsets))
+            found.append(_decode_word(llvm.extractelement(four, i32(j)), offsets))
         return found

@@ -31,8 +31,9 @@ its neighbours nor on their number.
     epilogue.py     norms, bias, SwiGLU, residual sum, and the result
     row_pieces.py   what the next product needs to know of the result's rows
 
-many_rows_swiglu.py is another kernel: gate and up of 65 to 256 rows. many_rows_ring.py has its TMA
-copies, which the kernel of fp8 weights shares.
+many_rows_swiglu.py is another kernel: gate and up of 65 to 256 rows. any_rows.py multiplies any
+number of rows in one order. many_rows_ring.py has their TMA copies, and result_pieces.py the copies
+of results, which kernels of fp8 and int4 weights share.
 """
 
 from __future__ import annotations

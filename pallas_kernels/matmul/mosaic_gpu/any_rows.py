@@ -34,9 +34,9 @@ from pallas_kernels.matmul.mosaic_gpu.many_rows_ring import (
     ManyRowsRing,
     with_idle_rows,
 )
+from pallas_kernels.matmul.mosaic_gpu.result_pieces import SLOTS, ResultPieces, finished
 from pallas_kernels.matmul.plan import MAX_SMEM, Product
 from pallas_kernels.mosaic import RegisterShares, load
-from pallas_kernels.swiglu import swiglu
 from pallas_kernels.types import Accumulator, Barrier, Index, Ref, Slice
 
 T = TypeVar("T")  # an array, the kernel's ref, or its type
@@ -48,7 +48,6 @@ STEP_BYTES = 128  # of a row in a step, at most: half a block of codes has 64
 PIECE = 64  # columns of a result that are written at once
 # Rows and columns of a tile; of gate and up, half as many columns of each.
 TILES = ((128, 256), (128, 192), (128, 128), (128, 64), (64, 256), (64, 128), (192, 128), (192, 64))
-SLOTS = 2  # pieces of a warpgroup in flight
 # Of a CTA's step and of all CTAs together, fitted to 150 tiles of 144 to 2,016 rows on an H200.
 VALUES_A_MICROSECOND = 40_960  # sums of a step: codes multiply twice as many depths in the time
 BYTES_A_MICROSECOND = 80_000
@@ -384,22 +383,19 @@ def _matmul(operands: Operands[jax.Array], *, tuning: Tuning) -> jax.Array:
                 rows_here = pl.ds(row + own_row, CONSUMER_ROWS)
                 column = column + own_column
 
-                def here(piece: int) -> tuple[Slice, Slice]:
+                def place(piece: int) -> tuple[Slice, Slice]:
                     return rows_here, pl.ds(column + piece * PIECE, PIECE)
 
-                def load_residual(piece: int) -> None:
-                    if operands.residual is None:
-                        return
-                    slot = piece % SLOTS
-                    plgpu.copy_gmem_to_smem(
-                        operands.residual.at[here(piece)],
-                        scratch.out.at[wg, slot],
-                        scratch.residual.at[wg * SLOTS + slot],
-                    )
-
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # of the tile before
-                for piece in range(min(SLOTS, pieces)):
-                    load_residual(piece)
+                results = ResultPieces(
+                    count=pieces,
+                    slots=scratch.out.at[wg],
+                    out=out,
+                    residual=operands.residual,
+                    arrived=scratch.residual,
+                    first=wg * SLOTS,
+                    place=place,
+                )
+                results.begin()
                 if operands.scales is None:
                     shape = plgpu.ACC((CONSUMER_ROWS, own_tile), jnp.float32)
                     sums = pl.run_scoped(partial(accumulate, index * steps), *(shape,) * products)
@@ -407,21 +403,9 @@ def _matmul(operands: Operands[jax.Array], *, tuning: Tuning) -> jax.Array:
                     blocks = _Blocks(ring, scratch, operands.scales, mine, own_columns, own_tile)
                     sums = blocks.sums(index * steps, rows_here, column)
                 for piece in range(pieces):
-                    slot, columns = piece % SLOTS, slice(piece * PIECE, (piece + 1) * PIECE)
-                    target = scratch.out.at[wg, slot]
-                    value = _finished([s[:, columns] for s in sums], operands.bias, here(piece)[1])
-                    if operands.residual is not None:
-                        plgpu.barrier_wait(scratch.residual.at[wg * SLOTS + slot])
-                        residual = target[...].astype(jnp.float32)
-                        value = (residual + value.astype(jnp.float32)).astype(jnp.bfloat16)
-                    elif piece >= SLOTS:
-                        plgpu.wait_smem_to_gmem(SLOTS - 1, wait_read_only=True)
-                    target[...] = value
-                    plgpu.commit_smem()
-                    plgpu.copy_smem_to_gmem(target, out.at[here(piece)])
-                    if operands.residual is not None and piece + SLOTS < pieces:
-                        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                        load_residual(piece + SLOTS)
+                    few = slice(piece * PIECE, (piece + 1) * PIECE)
+                    own = [total[:, few] for total in sums]
+                    results.write(piece, finished(own, operands.bias, place(piece)[1], axis=1))
 
             plgpu.wait_smem_to_gmem(0)
 
@@ -461,16 +445,3 @@ def _matmul(operands: Operands[jax.Array], *, tuning: Tuning) -> jax.Array:
         compiler_params=plgpu.CompilerParams(approx_math=True),
     )
     return call(operands)
-
-
-def _finished(sums: list[jax.Array], bias: Ref | None, columns: Slice) -> jax.Array:
-    """Return a piece of the result in bfloat16, before a residual."""
-    if bias is not None:
-        (total,) = sums
-        added = load(bias.at[columns], LAYOUT.reduce(0), optimized=False).astype(jnp.float32)
-        sums = [total + lax.broadcast_in_dim(added, total.shape, [1])]
-    rounded = [total.astype(jnp.bfloat16) for total in sums]
-    if len(rounded) == 1:
-        return rounded[0]
-    gate, up = (value.astype(jnp.float32) for value in rounded)
-    return swiglu(gate, up)

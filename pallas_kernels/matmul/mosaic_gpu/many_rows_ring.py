@@ -84,6 +84,8 @@ class ManyRowsRing:
     ) -> None:
         """Start all copies, and wait until they are read: the producer's work.
 
+        Weights are copied before the kernel before has ended, so none of the program writes them.
+
         turns:         of the CTA, at least `stages`
         launches_next: see pallas_kernels/matmul/plan.py
         """
