@@ -118,5 +118,10 @@ def array_of(numbers: list[Any], like: Any) -> Any:
     for first, second in zip(numbers[::2], numbers[1::2], strict=True):
         vector = llvm.insertelement(llvm.mlir_undef(pair), first, i32(0))
         pairs.append(llvm.insertelement(vector, second, i32(1)))
-    shaped = np.array(pairs, dtype=object).reshape(like.registers.shape)
+    return of_registers(pairs, like)
+
+
+def of_registers(registers: list[Any], like: Any) -> Any:
+    """Return an array of floating point registers with the layout of another of the same shape."""
+    shaped = np.array(registers, dtype=object).reshape(like.registers.shape)
     return fa.FragmentedArray(_registers=shaped, _layout=like.layout, _is_signed=None)

@@ -53,8 +53,8 @@ def int4_matmul(inputs: Inputs[Int4Weight], *, implementation: str = "reference"
 def shares_norm(rows: int, width: int) -> bool:
     """Return whether two products of few rows share the norm between them.
 
-    Shared or not, the norm has other bits. So it depends on the width of the rows alone, for all
-    rows that the kernel takes.
+    Shared or not, the norm has other bits. So it depends on the width of the rows alone, for up to
+    64 rows.
     """
     return rows <= MAX_ROWS and width <= MAX_NORM_WIDTH
 

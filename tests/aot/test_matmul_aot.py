@@ -106,10 +106,7 @@ def test_sums_are_complete_when_they_are_rounded(fused: dict[str, bool]) -> None
     with mock.patch.dict(os.environ, {"MOSAIC_GPU_DUMP_PTX": "1"}), h200.ptxas_report() as report:
         h200.compile_for_h200(multiply, inputs)
         ptx = report()
-    last = ptx.rindex("wgmma.commit_group")
-    rounded = ptx.index("cvt.rn.bf16x2.f32", last)
-    assert "wgmma.wait_group.sync.aligned 0" in ptx[last:rounded]
-    assert "cvt.rn.bf16x2.f32" not in ptx[:last]
+    assert h200.sums_are_complete(ptx)
 
 
 @pytest.mark.parametrize("swiglu", [False, True])
@@ -120,9 +117,7 @@ def test_weights_in_order_are_read_before_the_kernel_before_has_ended(swiglu: bo
     with mock.patch.dict(os.environ, {"MOSAIC_GPU_DUMP_PTX": "1"}), h200.ptxas_report() as report:
         h200.compile_for_h200(any_rows.matmul, inputs)
         ptx = report()
-    first_load = re.search(r"cp\.async\.bulk\.tensor\S*\.global", ptx)
-    assert first_load is not None
-    assert "griddepcontrol.wait" not in ptx[: first_load.start()]
+    assert h200.loads_before_it_waits(ptx)
     assert ("griddepcontrol.launch_dependents" in ptx) is swiglu
 
 

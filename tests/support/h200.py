@@ -153,6 +153,21 @@ def stack_and_spills(report: str) -> list[tuple[int, int, int]]:
     return [(int(stack), int(stores), int(loads)) for stack, stores, loads in found]
 
 
+def sums_are_complete(ptx: str) -> bool:
+    """Whether a kernel waits for its last product before it rounds sums, and rounds none before."""
+    last = ptx.rindex("wgmma.commit_group")
+    rounded = ptx.index("cvt.rn.bf16x2.f32", last)
+    waits = "wgmma.wait_group.sync.aligned 0" in ptx[last:rounded]
+    return waits and "cvt.rn.bf16x2.f32" not in ptx[:last]
+
+
+def loads_before_it_waits(ptx: str) -> bool:
+    """Whether a kernel's first copy comes before its wait for the kernel before."""
+    first_load = re.search(r"cp\.async\.bulk\.tensor\S*\.global", ptx)
+    assert first_load is not None
+    return "griddepcontrol.wait" not in ptx[: first_load.start()]
+
+
 def arithmetic(ptx: str) -> set[str]:
     """The multiplications, quotients and truncated sums of a logarithm and a temperature, with
     their constants."""

@@ -29,7 +29,12 @@ from pallas_kernels.int4_matmul.weight import COLUMNS, DEPTHS, UNIT, Int4Weight
 from pallas_kernels.lowered_once import lowered_once
 from pallas_kernels.matmul import reference
 from pallas_kernels.matmul.inputs import Inputs
-from pallas_kernels.matmul.mosaic_gpu.many_rows_ring import ROW_TILE, ManyRowsRing, with_idle_rows
+from pallas_kernels.matmul.mosaic_gpu.many_rows_ring import (
+    ROW_TILE,
+    ManyRowsRing,
+    TileTurns,
+    with_idle_rows,
+)
 from pallas_kernels.matmul.mosaic_gpu.result_pieces import SLOTS, ResultPieces, finished
 from pallas_kernels.matmul.plan import MAX_SMEM, TILE_N, Product
 from pallas_kernels.mosaic import RegisterShares
@@ -112,14 +117,17 @@ class Tuning:
         """Rows of a tile."""
         return CONSUMERS * self.own_rows
 
-    def tiles(self, product: Product) -> int:
-        """Return the tiles of a product, each part of the depth counted."""
-        columns = sum(product.widths) // (self.blocks * TILE_N)
-        return columns * -(-product.rows // self.rows) * self.parts
+    def tiles(self, rows: int, columns: int) -> int:
+        """Return the tiles of a product, each part of the depth counted.
+
+        columns: of all weights
+        """
+        return columns // (self.blocks * TILE_N) * -(-rows // self.rows) * self.parts
 
     def microseconds(self, product: Product) -> float:
         """Return the estimate by which tiles are chosen; see STEP_MICROSECONDS."""
-        waves, steps = -(-self.tiles(product) // self.ctas), product.depth // DEPTHS // self.parts
+        waves = -(-self.tiles(product.rows, sum(product.widths)) // self.ctas)
+        steps = product.depth // DEPTHS // self.parts
         step = STEP_MICROSECONDS + self.blocks * self.own_rows * ROW_MICROSECONDS
         multiplied = waves * steps * step
         if self.parts == 1:
@@ -141,7 +149,8 @@ def choose_tuning(product: Product) -> Tuning:
     fewest = -(-product.rows // (CONSUMERS * OWN_ROWS[-1]))
     heights = [own for own in OWN_ROWS if -(-product.rows // (CONSUMERS * own)) == fewest]
     found = [Tuning(own, b, n) for n in parts for b in blocks for own in heights]
-    found = [t for t in found if t.parts == 1 or t.tiles(product) <= t.ctas]
+    columns = sum(product.widths)
+    found = [t for t in found if t.parts == 1 or t.tiles(product.rows, columns) <= t.ctas]
     return min(found, key=lambda tuning: tuning.microseconds(product))
 
 
@@ -199,11 +208,9 @@ def _matmul(operands: Operands[jax.Array], *, returns_sums: bool, tuning: Tuning
     blocks = tuning.blocks
     tile = TILE_N if is_swiglu else blocks * TILE_N  # columns of the result
     own_rows, parts = tuning.own_rows, tuning.parts
-    steps, row_tiles = depth // DEPTHS // parts, -(-rows // tuning.rows)
-    tiles = row_tiles * (width // tile) * parts
-    ctas = min(tiles, tuning.ctas)
-    # A CTA may have a tile less than others.
-    stages = min(_stages(operands, returns_sums, tuning), tiles // ctas * steps)
+    steps, columns = depth // DEPTHS // parts, len(operands.words) * width
+    tiles = TileTurns(tuning.tiles(rows, columns), -(-rows // tuning.rows), tuning.ctas)
+    stages = min(_stages(operands, returns_sums, tuning), tiles.fewest * steps)
     ring = ManyRowsRing(stages, steps, DEPTHS, CONSUMERS)
     registers = RegisterShares(CONSUMERS, 216, 72)
     row_pieces, pdl, has_zeros = own_rows // PIECE, not interpreting(), bool(operands.zeros)
@@ -212,17 +219,13 @@ def _matmul(operands: Operands[jax.Array], *, returns_sums: bool, tuning: Tuning
 
     def body(operands: Operands[Ref], out: Ref, scratch: Scratch[Ref]) -> None:
         wg, cta = lax.axis_index("wg"), lax.axis_index("cta")
-        tiles_here = lax.div(tiles - cta + (ctas - 1), ctas)
+        tiles_here = tiles.here(cta)
         turns = tiles_here * steps
 
         def tile_of(index: Index) -> tuple[jax.Array, jax.Array, jax.Array]:
-            """Return first row, part of the depth and number of the columns of the n-th tile.
-
-            CTAs take tiles in turn, and all rows of the same columns first.
-            """
-            number = cta + index * ctas
-            row, number = lax.rem(number, row_tiles) * tuning.rows, lax.div(number, row_tiles)
-            return row, lax.rem(number, parts), lax.div(number, parts)
+            """Return first row, part of the depth and number of the columns of the n-th tile."""
+            rows, columns = tiles.place(cta, index)
+            return rows * tuning.rows, lax.rem(columns, parts), lax.div(columns, parts)
 
         def step_of(turn: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
             """Return slot, unit of the depth, first row and number of the columns of a turn."""
@@ -328,7 +331,7 @@ def _matmul(operands: Operands[jax.Array], *, returns_sums: bool, tuning: Tuning
             if returns_sums
             else jax.ShapeDtypeStruct((rows, width), jnp.bfloat16)
         ),
-        grid=(ctas,),
+        grid=(tiles.ctas,),
         grid_names=("cta",),
         num_threads=CONSUMERS + 1,
         thread_name="wg",

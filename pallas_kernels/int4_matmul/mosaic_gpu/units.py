@@ -7,10 +7,8 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax._src.lib.mlir import ir
 from jax._src.lib.mlir.dialects import arith, llvm
-from jax.experimental.mosaic.gpu import fragmented_array as fa
 from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -20,10 +18,12 @@ from pallas_kernels.fragments import (
     i32,
     lane_and_warp,
     mma,
+    of_registers,
     ptx,
     scalars,
     strides,
 )
+from pallas_kernels.fragments import zeros as no_sums
 from pallas_kernels.hopper import interpreting
 from pallas_kernels.int4_matmul.weight import DEPTHS, ZERO, Int4Weight
 from pallas_kernels.types import Ref
@@ -188,30 +188,16 @@ def _multiply(
 def _values(words: Any, scales: Any, zeros: Any, block: int) -> Any:
     reader = _Reader(words, scales, zeros)
     fragments = reader.fragments(block, 0, reader.offsets(block, 0))
-    factors = reader.scales(block, 0)
-    pair = ir.VectorType.get((2,), ir.BF16Type.get())
+    factors, times = reader.scales(block, 0), _times
     if ir.MemRefType(scales.type).element_type == ir.BF16Type.get():
-        # Both operands have 8 bits, so the product rounds once, as that of float32 does.
-        twice = [_bf16_twice(factor) for factor in factors]
-        scaled = [
-            ptx("mul.rn.bf16x2 $0, $1, $2;", register, twice[i % 2], result_types=register.type)
-            for fragment in fragments
-            for i, register in enumerate(fragment)
-        ]
-    else:
-        scaled = [
-            _scaled(register, factors[i % 2])
-            for fragment in fragments
-            for i, register in enumerate(fragment)
-        ]
-    like = fa.FragmentedArray.splat(
-        arith.constant(ir.BF16Type.get(), ir.FloatAttr.get(ir.BF16Type.get(), 0.0)),
-        (64, DEPTHS),
-        fa.WGMMA_LAYOUT,
-    )
-    registers = [llvm.bitcast(pair, register) for register in scaled]
-    shaped = np.array(registers, dtype=object).reshape(like.registers.shape)
-    return fa.FragmentedArray(_registers=shaped, _layout=like.layout, _is_signed=None)
+        factors, times = [_bf16_twice(factor) for factor in factors], _times_bf16
+    pair = ir.VectorType.get((2,), ir.BF16Type.get())
+    registers = [
+        llvm.bitcast(pair, times(register, factors[i % 2]))
+        for fragment in fragments
+        for i, register in enumerate(fragment)
+    ]
+    return of_registers(registers, no_sums((64, DEPTHS)))
 
 
 def _bf16_twice(factor: Any) -> Any:
@@ -220,7 +206,15 @@ def _bf16_twice(factor: Any) -> Any:
     return arith.ori(word, arith.shrui(word, i32(16)))
 
 
-def _scaled(register: Any, factor: Any) -> Any:
+def _times_bf16(register: Any, factors: Any) -> Any:
+    """Return the product of two pairs of bfloat16 numbers.
+
+    All have 8 bits, so it is rounded once, as that of float32 numbers is.
+    """
+    return ptx("mul.rn.bf16x2 $0, $1, $2;", register, factors, result_types=register.type)
+
+
+def _times(register: Any, factor: Any) -> Any:
     """Return a pair of bfloat16 numbers times a float32 factor, rounded once."""
     word, f32 = register.type, ir.F32Type.get()
     first = llvm.bitcast(f32, arith.shli(register, i32(16)))

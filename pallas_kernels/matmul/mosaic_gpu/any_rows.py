@@ -32,6 +32,7 @@ from pallas_kernels.matmul.mosaic_gpu.many_rows_ring import (
     CONSUMER_ROWS,
     ROW_TILE,
     ManyRowsRing,
+    TileTurns,
     with_idle_rows,
 )
 from pallas_kernels.matmul.mosaic_gpu.result_pieces import SLOTS, ResultPieces, finished
@@ -294,10 +295,8 @@ def _matmul(operands: Operands[jax.Array], *, tuning: Tuning) -> jax.Array:
     tile, products, steps = tuning.tile, len(operands.weights), depth // tile_k
     consumers, side_by_side = tuning.consumers, tuning.side_by_side
     own_tile = tile // side_by_side  # columns of a warpgroup
-    tiles, row_tiles = tuning.tiles(rows, width), -(-rows // tuning.rows)
-    ctas = min(tiles, tuning.ctas)
-    # A CTA may have a tile less than others.
-    stages = min(tuning.stages(products), tiles // ctas * steps)
+    tiles = TileTurns(tuning.tiles(rows, width), -(-rows // tuning.rows), tuning.ctas)
+    stages = min(tuning.stages(products), tiles.fewest * steps)
     ring = ManyRowsRing(stages, steps, tile_k, consumers)
     registers = RegisterShares(consumers, *((232, 40) if consumers == 2 else (160, 24)))
     pieces, pdl = own_tile // PIECE, not interpreting()
@@ -306,16 +305,13 @@ def _matmul(operands: Operands[jax.Array], *, tuning: Tuning) -> jax.Array:
 
     def body(operands: Operands[Ref], out: Ref, scratch: Scratch[Ref]) -> None:
         wg, cta = lax.axis_index("wg"), lax.axis_index("cta")
-        tiles_here = lax.div(tiles - cta + (ctas - 1), ctas)
+        tiles_here = tiles.here(cta)
         turns = tiles_here * steps
 
         def first_of(index: Index) -> tuple[jax.Array, jax.Array]:
-            """Return the first row and column of the CTA's n-th tile.
-
-            CTAs take tiles in turn, and all rows of the same columns first.
-            """
-            place = cta + index * ctas
-            return lax.rem(place, row_tiles) * tuning.rows, lax.div(place, row_tiles) * tile
+            """Return the first row and column of the CTA's n-th tile."""
+            rows, columns = tiles.place(cta, index)
+            return rows * tuning.rows, columns * tile
 
         def load_weights(turn: jax.Array) -> None:
             slot, k = ring.place(turn)
@@ -421,7 +417,7 @@ def _matmul(operands: Operands[jax.Array], *, tuning: Tuning) -> jax.Array:
     call = plgpu.kernel(
         body,
         out_type=jax.ShapeDtypeStruct((rows, width), jnp.bfloat16),
-        grid=(ctas,),
+        grid=(tiles.ctas,),
         grid_names=("cta",),
         num_threads=consumers + 1,
         thread_name="wg",

@@ -43,6 +43,41 @@ def with_idle_rows(
 
 
 @dataclass(frozen=True)
+class TileTurns:
+    """Division of a result's tiles among CTAs that stay.
+
+    They take tiles in turn, and all rows of the same columns first.
+
+    count: tiles
+    rows:  tiles of the same columns
+    most:  CTAs that run at once
+    """
+
+    count: int
+    rows: int
+    most: int
+
+    @property
+    def ctas(self) -> int:
+        """CTAs. One may have a tile less than others."""
+        return min(self.count, self.most)
+
+    @property
+    def fewest(self) -> int:
+        """Tiles that each CTA has at least."""
+        return self.count // self.ctas
+
+    def here(self, cta: jax.Array) -> jax.Array:
+        """Return how many tiles a CTA has."""
+        return lax.div(self.count - cta + (self.ctas - 1), self.ctas)
+
+    def place(self, cta: jax.Array, index: Index) -> tuple[jax.Array, jax.Array]:
+        """Return the numbers of rows and columns of a CTA's n-th tile."""
+        number = cta + index * self.ctas
+        return lax.rem(number, self.rows), lax.div(number, self.rows)
+
+
+@dataclass(frozen=True)
 class ManyRowsRing:
     """Division of the ring. Turns count the steps of all passes or tiles.
 
