@@ -3,6 +3,7 @@ depth is summed in order unless it has parts."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -128,10 +129,10 @@ def test_bits_do_not_depend_on_tile_ring_or_ctas(fused: str) -> None:
     inputs = product(300, 320, widths, fused, group=64)
     expected = kernel(inputs, 64, 2)
     assert np.abs(expected).max() > 0
-    for own_rows in (64, 96, 128):
+    for own_rows, sides in itertools.product((64, 96, 128), (1, 2)):
         for blocks in (2,) if fused == "swiglu" else (1, 2):
-            got = kernel(inputs, own_rows, blocks, 1, 2)
-            np.testing.assert_array_equal(got, expected, err_msg=f"{own_rows}, {blocks}")
+            got = kernel(inputs, own_rows, blocks, 1, 2, sides)
+            np.testing.assert_array_equal(got, expected, err_msg=f"{own_rows}, {blocks}, {sides}")
 
 
 def test_bits_in_order_depend_neither_on_the_number_of_rows_nor_on_their_places() -> None:
@@ -149,6 +150,8 @@ def test_bits_in_order_depend_neither_on_the_number_of_rows_nor_on_their_places(
         ((200, 256, (256,), "residual"), (64, 2, 1, 1)),
         ((200, 192, (128, 128), "swiglu"), (96, 2, 1, 1)),
         ((144, 512, (128,), "residual"), (128, 1, 2, 1)),
+        ((200, 192, (256, 256), "swiglu"), (96, 2, 1, 1, 2)),
+        ((144, 512, (256,), "residual"), (64, 2, 2, 1, 2)),
     ],
 )
 def test_no_copies_race(shape: tuple[Any, ...], tuning: tuple[int, ...]) -> None:

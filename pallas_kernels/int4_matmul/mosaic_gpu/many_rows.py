@@ -1,9 +1,10 @@
 """Products of many rows with int4 weights on Hopper, decoded in registers on their way to wgmma.
 
 A unit is an operand A of wgmma (weight.py), so a CTA makes a transposed tile: columns of weights
-times rows. Two warpgroups have half of the tile's rows each. Each decodes all columns of the tile,
-the second block of 64 while the tensor cores multiply the first. A third warpgroup starts the TMA
-copies. CTAs stay for all of their tiles, so copies of the next tile are in flight while one ends.
+times rows. Two warpgroups have half of the tile's columns each, or half of its rows. Each decodes
+its columns, the second block of 64 while the tensor cores multiply the first. A third warpgroup
+starts the TMA copies. CTAs stay for all of their tiles, so copies of the next tile are in flight
+while one ends.
 
 Weights have the bits of Int4Weight.to_array in bfloat16. With `in_order`, the depth is summed in
 order for any number of rows. Else a narrow result may be a sum of parts of the depth. Up to 64 rows
@@ -12,6 +13,7 @@ have other bits (product.py).
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -47,10 +49,11 @@ OWN_ROWS = (64, 96, 128)  # of a warpgroup
 PIECE = 32  # rows of a result that are written at once
 PARTS = (2, 4)  # of the depth
 PART_STEPS = 8  # of a part of the depth, at least
-# Of a step, and of a row and a block in it; of adding parts up, and their sums. Fitted to 14 tiles
-# of 128 and 256 rows on an H200. Gate and up, where all SMs work, take up to 1.46 times as long.
-STEP_MICROSECONDS, ROW_MICROSECONDS = 0.27, 0.0016
-ADDING_MICROSECONDS, SUMS_A_MICROSECOND = 4, 210_000
+# Of a step, of a block in it, and of a row and a block in it; of adding parts up, and their sums.
+# Fitted to 152 tiles of 96 to 2,016 rows on an H200, with an error of 7 %.
+STEP_MICROSECONDS, BLOCK_MICROSECONDS, ROW_MICROSECONDS = 0.13, 0.13, 0.0016
+ADDING_MICROSECONDS, SUMS_A_MICROSECOND = 3, 700_000
+MANY_WAVES_ROWS = 256  # above these, columns of a warpgroup's own are faster in tiles of one size
 
 
 class Operands(NamedTuple, Generic[T]):
@@ -74,9 +77,9 @@ class Scratch(NamedTuple, Generic[T]):
     """Shared memory and barriers of a CTA.
 
     x:        ring of steps, [stages, rows of a tile, DEPTHS]
-    words:    ring of steps, [stages, blocks, 4, 1, UNIT]
-    scales:   ring of steps, [stages, blocks, 1, TILE_N]
-    zeros:    ring of steps, [stages, blocks, 2, TILE_N], of which the first row is read
+    words:    ring of steps, [stages, sides, blocks, 4, 1, UNIT]
+    scales:   ring of steps, [stages, sides, blocks, 1, TILE_N]
+    zeros:    ring of steps, [stages, sides, blocks, 2, TILE_N], of which the first row is read
     out:      pieces of the result, and of the residual before it:
               [CONSUMERS, SLOTS, PIECE, TILE_N]; of sums [CONSUMERS, SLOTS, TILE_N, PIECE]
     weights:  decoded ones, for the interpreter, whose wgmma has no operand in registers:
@@ -102,33 +105,42 @@ class Tuning:
     """Static choices; only `parts` changes bits.
 
     own_rows: of a warpgroup
-    blocks:   of TILE_N columns that a CTA multiplies at once: gate and up, or of one weight
+    blocks:   of TILE_N columns that a warpgroup multiplies at once: gate and up, or of one weight
     parts:    of the depth
     ctas:     that run at once
+    sides:    2 if the warpgroups have columns of their own, side by side, and the same rows; 1 if
+              they have rows of their own, and the same columns
     """
 
     own_rows: int
     blocks: int
     parts: int = 1
     ctas: int = NUM_SMS
+    sides: int = 1
 
     @property
     def rows(self) -> int:
         """Rows of a tile."""
-        return CONSUMERS * self.own_rows
+        return CONSUMERS // self.sides * self.own_rows
+
+    @property
+    def columns(self) -> int:
+        """Columns of a tile, those of gate and up both counted."""
+        return self.sides * self.blocks * TILE_N
 
     def tiles(self, rows: int, columns: int) -> int:
         """Return the tiles of a product, each part of the depth counted.
 
         columns: of all weights
         """
-        return columns // (self.blocks * TILE_N) * -(-rows // self.rows) * self.parts
+        return columns // self.columns * -(-rows // self.rows) * self.parts
 
     def microseconds(self, product: Product) -> float:
         """Return the estimate by which tiles are chosen; see STEP_MICROSECONDS."""
         waves = -(-self.tiles(product.rows, sum(product.widths)) // self.ctas)
         steps = product.depth // DEPTHS // self.parts
-        step = STEP_MICROSECONDS + self.blocks * self.own_rows * ROW_MICROSECONDS
+        block = BLOCK_MICROSECONDS + self.own_rows * ROW_MICROSECONDS
+        step = STEP_MICROSECONDS + self.blocks * block
         multiplied = waves * steps * step
         if self.parts == 1:
             return multiplied
@@ -137,19 +149,22 @@ class Tuning:
 
 
 def choose_tuning(product: Product) -> Tuning:
-    """Return the tile whose waves take least time, of those that decode weights least often.
+    """Return the tile whose waves take least time.
 
     The depth has parts where it is not summed in order, and then only if all run at once.
     """
-    steps = product.depth // DEPTHS
-    blocks = (2,) if product.swiglu else (2, 1) if product.width % (2 * TILE_N) == 0 else (1,)
+    steps, columns = product.depth // DEPTHS, sum(product.widths)
     parts = [1]
     if not (product.in_order or product.swiglu):
         parts += [n for n in PARTS if steps % n == 0 and steps >= n * PART_STEPS]
-    fewest = -(-product.rows // (CONSUMERS * OWN_ROWS[-1]))
-    heights = [own for own in OWN_ROWS if -(-product.rows // (CONSUMERS * own)) == fewest]
-    found = [Tuning(own, b, n) for n in parts for b in blocks for own in heights]
-    columns = sum(product.widths)
+    many = product.rows > MANY_WAVES_ROWS
+    found = [
+        Tuning(own_rows, blocks, n, sides=sides)
+        for sides in ((CONSUMERS, 1) if many else (1, CONSUMERS))
+        for n, own_rows in itertools.product(parts, OWN_ROWS)
+        for blocks in ((2,) if product.swiglu else (1, 2))
+    ]
+    found = [t for t in found if columns % t.columns == 0]
     found = [t for t in found if t.parts == 1 or t.tiles(product.rows, columns) <= t.ctas]
     return min(found, key=lambda tuning: tuning.microseconds(product))
 
@@ -206,12 +221,14 @@ def _matmul(operands: Operands[jax.Array], *, returns_sums: bool, tuning: Tuning
     width = operands.words[0].shape[0] * COLUMNS
     group = depth // operands.scales[0].shape[0]
     blocks = tuning.blocks
-    tile = TILE_N if is_swiglu else blocks * TILE_N  # columns of the result
+    own = TILE_N if is_swiglu else blocks * TILE_N  # columns of a warpgroup's result
+    sides, tile = tuning.sides, tuning.sides * own
     own_rows, parts = tuning.own_rows, tuning.parts
     steps, columns = depth // DEPTHS // parts, len(operands.words) * width
     tiles = TileTurns(tuning.tiles(rows, columns), -(-rows // tuning.rows), tuning.ctas)
     stages = min(_stages(operands, returns_sums, tuning), tiles.fewest * steps)
     ring = ManyRowsRing(stages, steps, DEPTHS, CONSUMERS)
+    ring_shape = stages, sides, blocks
     registers = RegisterShares(CONSUMERS, 216, 72)
     row_pieces, pdl, has_zeros = own_rows // PIECE, not interpreting(), bool(operands.zeros)
     assert not width % tile and own_rows % PIECE == 0, tuning
@@ -236,16 +253,18 @@ def _matmul(operands: Operands[jax.Array], *, returns_sums: bool, tuning: Tuning
             slot, unit, _, column = step_of(turn)
             full = scratch.full.at[slot]
             group_row = pl.ds(lax.div(unit * DEPTHS, group), 1)
-            for block in range(blocks):
+            for side, block in itertools.product(range(sides), range(blocks)):
                 weight = block if is_swiglu else 0
-                number = column * (tile // TILE_N) + (0 if is_swiglu else block)
+                here = side * (own // TILE_N) + (0 if is_swiglu else block)
+                number = column * (tile // TILE_N) + here
+                place = slot, side, block
                 of_units = pl.ds(number * (TILE_N // COLUMNS), TILE_N // COLUMNS), pl.ds(unit, 1)
                 by_group = group_row, pl.ds(number * TILE_N, TILE_N)
                 words, scales = operands.words[weight], operands.scales[weight]
-                plgpu.copy_gmem_to_smem(words.at[of_units], scratch.words.at[slot, block], full)
-                plgpu.copy_gmem_to_smem(scales.at[by_group], scratch.scales.at[slot, block], full)
+                plgpu.copy_gmem_to_smem(words.at[of_units], scratch.words.at[place], full)
+                plgpu.copy_gmem_to_smem(scales.at[by_group], scratch.scales.at[place], full)
                 if scratch.zeros is not None:
-                    target = scratch.zeros.at[slot, block, pl.ds(0, 1)]
+                    target = scratch.zeros.at[*place, pl.ds(0, 1)]
                     plgpu.copy_gmem_to_smem(operands.zeros[weight].at[by_group], target, full)
 
         def load_x(turn: jax.Array) -> None:
@@ -263,15 +282,17 @@ def _matmul(operands: Operands[jax.Array], *, returns_sums: bool, tuning: Tuning
             registers.take()
             if pdl:
                 plgpu.griddepcontrol_wait()
-            mine = pl.ds(wg * own_rows, own_rows)
+            side, half = (wg, 0) if sides == 2 else (0, wg)
+            mine = pl.ds(half * own_rows, own_rows)
 
             def accumulate(first_turn: jax.Array, *sums: Accumulator) -> tuple[jax.Array, ...]:
                 @pl.loop(first_turn, first_turn + steps)
                 def _step(turn: jax.Array) -> None:
                     slot = lax.rem(turn, stages)
                     plgpu.barrier_wait(scratch.full.at[slot])
-                    zeros = None if scratch.zeros is None else scratch.zeros.at[slot]
-                    step = units.Step(scratch.words.at[slot], scratch.scales.at[slot], zeros)
+                    zeros = None if scratch.zeros is None else scratch.zeros.at[slot, side]
+                    words, scales = scratch.words.at[slot, side], scratch.scales.at[slot, side]
+                    step = units.Step(words, scales, zeros)
                     x = scratch.x.at[slot, mine].transpose((1, 0))
                     for block, acc in enumerate(sums):
                         weights = units.values(step, block)
@@ -287,17 +308,17 @@ def _matmul(operands: Operands[jax.Array], *, returns_sums: bool, tuning: Tuning
             @pl.loop(0, tiles_here)
             def _tile(index: jax.Array) -> None:
                 row, part, column = tile_of(index)
-                row = row + wg * own_rows
+                row, column = row + half * own_rows, column * sides + side
 
                 def place(piece: int) -> tuple[Any, ...]:
                     """Return the place of a piece in the result: blocks of columns one by one."""
                     block, rows_before = divmod(piece, row_pieces)
                     rows = pl.ds(row + rows_before * PIECE, PIECE)
-                    columns = pl.ds(column * tile + block * TILE_N, TILE_N)
+                    columns = pl.ds(column * own + block * TILE_N, TILE_N)
                     return (part, columns, rows) if returns_sums else (rows, columns)
 
                 results = ResultPieces(
-                    count=row_pieces * (tile // TILE_N),
+                    count=row_pieces * (own // TILE_N),
                     slots=scratch.out.at[wg],
                     out=out,
                     residual=operands.residual,
@@ -312,10 +333,10 @@ def _matmul(operands: Operands[jax.Array], *, returns_sums: bool, tuning: Tuning
                 for piece in range(results.count):
                     block, rows_before = divmod(piece, row_pieces)
                     few = slice(rows_before * PIECE, (rows_before + 1) * PIECE)
-                    own = [total[:, few] for total in (sums if is_swiglu else (sums[block],))]
-                    value = own[0]
+                    some = [total[:, few] for total in (sums if is_swiglu else (sums[block],))]
+                    value = some[0]
                     if not returns_sums:
-                        value = finished(own, operands.bias, place(piece)[1], axis=0)
+                        value = finished(some, operands.bias, place(piece)[1], axis=0)
                     results.write(piece, value)
 
             plgpu.wait_smem_to_gmem(0)
@@ -339,9 +360,9 @@ def _matmul(operands: Operands[jax.Array], *, returns_sums: bool, tuning: Tuning
         scratch_types=[
             Scratch(
                 x=plgpu.SMEM((stages, tuning.rows, DEPTHS), jnp.bfloat16, transforms=swizzled),
-                words=plgpu.SMEM((stages, blocks, TILE_N // COLUMNS, 1, UNIT), jnp.int32),
-                scales=plgpu.SMEM((stages, blocks, 1, TILE_N), operands.scales[0].dtype),
-                zeros=plgpu.SMEM((stages, blocks, 2, TILE_N), jnp.uint8) if has_zeros else None,
+                words=plgpu.SMEM((*ring_shape, TILE_N // COLUMNS, 1, UNIT), jnp.int32),
+                scales=plgpu.SMEM((*ring_shape, 1, TILE_N), operands.scales[0].dtype),
+                zeros=plgpu.SMEM((*ring_shape, 2, TILE_N), jnp.uint8) if has_zeros else None,
                 out=(
                     plgpu.SMEM((CONSUMERS, SLOTS, TILE_N, PIECE), jnp.float32, transforms=of_sums)
                     if returns_sums
@@ -355,7 +376,7 @@ def _matmul(operands: Operands[jax.Array], *, returns_sums: bool, tuning: Tuning
                 if interpreting()
                 else None,
                 full=plgpu.Barrier(
-                    num_barriers=stages, num_arrivals=1 + blocks * (3 if has_zeros else 2)
+                    num_barriers=stages, num_arrivals=1 + sides * blocks * (3 if has_zeros else 2)
                 ),
                 consumed=ring.consumed(1),
                 residual=plgpu.Barrier(num_barriers=CONSUMERS * SLOTS),
@@ -370,7 +391,7 @@ def _stages(operands: Operands[jax.Array], returns_sums: bool, tuning: Tuning) -
     """Return how many stages of the rings fit."""
     fixed = CONSUMERS * SLOTS * PIECE * TILE_N * (4 if returns_sums else 2)
     by_column = operands.scales[0].dtype.itemsize + (2 if operands.zeros else 0)
-    step = 2 * tuning.rows * DEPTHS + tuning.blocks * TILE_N * (DEPTHS // 2 + by_column)
+    step = 2 * tuning.rows * DEPTHS + tuning.columns * (DEPTHS // 2 + by_column)
     return (MAX_SMEM - fixed - 4096) // step  # barriers, alignment
 
 
