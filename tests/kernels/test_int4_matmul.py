@@ -12,6 +12,7 @@ import pytest
 
 from pallas_kernels.int4_matmul import Inputs, Int4Weight, int4_matmul, pack
 from tests.kernels.interpreter import interpreted, needs_mosaic
+from tests.kernels.test_matmul import assert_bits_are_the_rows_own
 
 # Largest error, in units of the value's size plus the root mean square of the result: one rounding
 # of the result to bfloat16, four with SwiGLU, or float32 sums of 256 terms.
@@ -159,3 +160,33 @@ def test_a_row_has_the_bits_of_any_other_batch() -> None:
         ]
     for few in made[:2]:
         np.testing.assert_array_equal(few, made[2][: len(few)])
+
+
+# ---- on the device
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("fused", ["", "swiglu"])
+@pytest.mark.parametrize(("group", "zeros"), [(128, False), (128, True), (64, True)])
+def test_rows_have_the_same_bits_in_mma_and_wgmma_on_the_gpu(
+    group: int, zeros: bool, fused: str
+) -> None:
+    """mma.sync multiplies up to 16 rows, and wgmma more. float32 results hide no bit of a sum."""
+    widths = (1024, 1024) if fused else (2048,)
+    keys = jax.random.split(jax.random.key(0))
+    magnitudes = jnp.exp2(jax.random.randint(keys[0], (64, 4096), -8, 8).astype(jnp.float32))
+    x = (jax.random.normal(keys[1], (64, 4096)) * magnitudes).astype(jnp.bfloat16)
+    inputs = Inputs(
+        x=x,
+        weights=tuple(
+            int4_weight(i, width, 4096, group=group, zeros=zeros)[0]
+            for i, width in enumerate(widths)
+        ),
+        swiglu=bool(fused),
+        out_dtype=jnp.dtype("bfloat16" if fused else "float32"),
+    )
+
+    def run(inputs: Inputs[Int4Weight]) -> np.ndarray:
+        return np.asarray(int4_matmul(inputs, implementation="mosaic_gpu"))
+
+    assert_bits_are_the_rows_own(inputs, (1, 8, 16, 24, 40), run)

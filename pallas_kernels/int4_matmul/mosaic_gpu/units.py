@@ -7,8 +7,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax._src.lib.mlir import ir
 from jax._src.lib.mlir.dialects import arith, llvm
+from jax.experimental import pallas as pl
 from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -26,13 +28,14 @@ from pallas_kernels.fragments import (
 from pallas_kernels.fragments import zeros as no_sums
 from pallas_kernels.hopper import interpreting
 from pallas_kernels.int4_matmul.weight import DEPTHS, ZERO, Int4Weight
-from pallas_kernels.types import Ref
+from pallas_kernels.types import Accumulator, Ref
 
 LAYOUT = plgpu.Layout.WGMMA
 TRANSFORMS = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
 CODE_BITS = 0x000F000F
 EXPONENT = 0x43004300  # 128 in bfloat16, twice: the last bits of the mantissa count units
 PAIR = 0x00010001
+WGMMA_ROWS = 32  # from these on wgmma multiplies, else mma.sync: their sums have the same bits
 
 
 class Step(NamedTuple):
@@ -59,6 +62,8 @@ def multiply(
     """
     if interpreting():
         return _multiply_arrays(totals, step, x[...], group, sum_depth)
+    if totals[0].shape[1] >= WGMMA_ROWS:
+        return _multiply_by_wgmma(totals, step, x, group, sum_depth)
     total = plgpu.ShapeDtypeStruct(totals[0].shape, jnp.float32, layout=LAYOUT)
     plain = plgpu.RefType()
     zeros = () if step.zeros is None else (step.zeros,)
@@ -100,6 +105,49 @@ def _multiply_arrays(
     return tuple(found)
 
 
+def _multiply_by_wgmma(
+    totals: Sequence[jax.Array], step: Step, x: Ref, group: int, sum_depth: int
+) -> tuple[jax.Array, ...]:
+    depth, columns, rows = x.shape[1], *totals[0].shape
+    for start in range(0, depth, sum_depth):
+        place = start // group if depth > group else 0
+
+        def multiply_sum(*sums: Accumulator, start: int = start, place: int = place) -> Any:
+            for unit in range(start // DEPTHS, (start + sum_depth) // DEPTHS):
+                operand = x.at[:, pl.ds(unit * DEPTHS, DEPTHS)].transpose((1, 0))
+                for part, acc in enumerate(sums):
+                    codes = _operand(step, part, unit, place, scaled=False)
+                    plgpu.wgmma(acc, codes, operand)
+            plgpu.wgmma_wait(0)
+            return tuple(lax.optimization_barrier(acc[...]) for acc in sums)
+
+        sums = pl.run_scoped(multiply_sum, *[plgpu.ACC((columns, rows), jnp.float32)] * len(totals))
+        totals = _add_scaled(totals, sums, step, place)
+    return tuple(totals)
+
+
+def _add_scaled(
+    totals: Sequence[jax.Array], sums: Sequence[jax.Array], step: Step, place: int
+) -> tuple[jax.Array, ...]:
+    """Return totals plus sums times their scales, rounded once."""
+    total = plgpu.ShapeDtypeStruct(totals[0].shape, jnp.float32, layout=LAYOUT)
+    layouts = (LAYOUT,) * len(totals)
+
+    @plgpu.inline_mgpu(
+        arg_types=(layouts, layouts, plgpu.RefType(), plgpu.RefType()),
+        return_type=(total,) * len(totals),
+    )
+    def run(_: Any, totals: Any, sums: Any, words: Any, scales: Any) -> Any:
+        reader = _Reader(words, scales, None)
+        return tuple(
+            array_of(_scaled(scalars(total), scalars(sum_), reader.scales(part, place)), total)
+            for part, (total, sum_) in enumerate(zip(totals, sums, strict=True))
+        )
+
+    call: Any = run
+    return call(tuple(totals), tuple(sums), step.words, step.scales)
+
+
 def values(step: Step, block: int) -> jax.Array:
     """Return a block of weights as operand A of wgmma: bfloat16 [64 columns, 64 depths].
 
@@ -110,6 +158,14 @@ def values(step: Step, block: int) -> jax.Array:
         codes = Int4Weight(step.words[block], ones).codes().astype(jnp.float32)
         zero = ZERO if step.zeros is None else step.zeros[block, 0].astype(jnp.float32)
         return ((codes - zero) * step.scales[block, 0].astype(jnp.float32)).T.astype(jnp.bfloat16)
+    return _operand(step, block, 0, 0, scaled=True)
+
+
+def _operand(step: Step, block: int, unit: int, group: int, *, scaled: bool) -> jax.Array:
+    """Return a unit of a block as operand A of wgmma: bfloat16 [64 columns, 64 depths].
+
+    scaled: whether to multiply codes minus their zeros, which are exact, by the group's scales
+    """
     plain = plgpu.RefType()
     zeros = () if step.zeros is None else (step.zeros,)
 
@@ -118,7 +174,8 @@ def values(step: Step, block: int) -> jax.Array:
         return_type=plgpu.ShapeDtypeStruct((64, DEPTHS), jnp.bfloat16, layout=LAYOUT),
     )
     def run(_: Any, words: Any, scales: Any, zeros: Any) -> Any:
-        return _values(words, scales, zeros[0] if zeros else None, block)
+        reader = _Reader(words, scales, zeros[0] if zeros else None)
+        return _operand_of(reader, block, unit, group, scaled)
 
     call: Any = run
     return call(step.words, step.scales, zeros)
@@ -172,31 +229,35 @@ def _multiply(
                         pair = b[2 * (j % 2) : 2 * (j % 2) + 2]
                         numbers[own] = mma(numbers[own], a, pair)
         for part, numbers in enumerate(sums):
-            factors = reader.scales(part, place)
-            for i, number in enumerate(numbers):
-                # Of four sums, two are of column g and two of column g + 8.
-                values[part][i] = ptx(
-                    "fma.rn.f32 $0, $1, $2, $3;",
-                    number,
-                    factors[i // 2 % 2],
-                    values[part][i],
-                    result_types=number.type,
-                )
+            values[part] = _scaled(values[part], numbers, reader.scales(part, place))
     return tuple(array_of(numbers, total) for numbers, total in zip(values, totals, strict=True))
 
 
-def _values(words: Any, scales: Any, zeros: Any, block: int) -> Any:
-    reader = _Reader(words, scales, zeros)
-    fragments = reader.fragments(block, 0, reader.offsets(block, 0))
-    factors, times = reader.scales(block, 0), _times
-    if ir.MemRefType(scales.type).element_type == ir.BF16Type.get():
-        factors, times = [_bf16_twice(factor) for factor in factors], _times_bf16
-    pair = ir.VectorType.get((2,), ir.BF16Type.get())
-    registers = [
-        llvm.bitcast(pair, times(register, factors[i % 2]))
-        for fragment in fragments
-        for i, register in enumerate(fragment)
+def _scaled(totals: list[Any], sums: list[Any], factors: list[Any]) -> list[Any]:
+    """Return totals plus sums times the scales of both columns."""
+    # Of four sums, two are of column g and two of column g + 8.
+    return [
+        ptx(
+            "fma.rn.f32 $0, $1, $2, $3;",
+            number,
+            factors[i // 2 % 2],
+            total,
+            result_types=total.type,
+        )
+        for i, (total, number) in enumerate(zip(totals, sums, strict=True))
     ]
+
+
+def _operand_of(reader: _Reader, block: int, unit: int, group: int, scaled: bool) -> Any:
+    fragments = reader.fragments(block, unit, reader.offsets(block, group))
+    pair = ir.VectorType.get((2,), ir.BF16Type.get())
+    registers = [register for fragment in fragments for register in fragment]
+    if scaled:
+        factors, times = reader.scales(block, group), _times
+        if reader.has_bf16_scales:
+            factors, times = [_bf16_twice(factor) for factor in factors], _times_bf16
+        registers = [times(register, factors[i % 2]) for i, register in enumerate(registers)]
+    registers = [llvm.bitcast(pair, register) for register in registers]
     return of_registers(registers, no_sums((64, DEPTHS)))
 
 
@@ -236,6 +297,7 @@ class _Reader:
         # Columns g and g + 8 of the warp's 16.
         column = arith.addi(arith.shli(warp, i32(4)), arith.shrui(lane, i32(2)))
         self._scale_type = ir.MemRefType(scales.type).element_type
+        self.has_bf16_scales = self._scale_type == ir.BF16Type.get()
         self._scale_strides = strides(scales)[:2]
         self._scales = utils.getelementptr(utils.memref_ptr(scales), [column], self._scale_type)
         self._zeros = None
