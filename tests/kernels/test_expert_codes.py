@@ -307,6 +307,18 @@ def test_what_the_kernel_cannot_multiply_it_says() -> None:
     )
 
 
+@needs_mosaic
+@pytest.mark.parametrize("rows", [3, 20])
+def test_steps_hold_whole_groups_or_parts_of_one(rows: int) -> None:
+    """Groups of 192, which steps of 128 would cut."""
+    inputs = make_inputs(Shape(rows, 3, 2, 384, 64, codes="int4 zeros"), seed=1)
+    weight = inputs.gate_up
+    assert isinstance(weight, Int4Weight) and weight.group == 64 and weight.zeros is not None
+    weight = dataclasses.replace(weight, scales=weight.scales[:, ::3], zeros=weight.zeros[:, ::3])
+    assert weight.group == 192
+    assert_products_are_close(dataclasses.replace(inputs, gate_up=weight))
+
+
 # ---- on the device
 
 

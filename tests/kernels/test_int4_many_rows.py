@@ -68,7 +68,7 @@ def run(inputs: Inputs[Int4Weight]) -> np.ndarray:
 
 
 def kernel(inputs: Inputs[Int4Weight], *tuning: int, races: bool = False) -> np.ndarray:
-    """The kernel with a tuning of its own: see many_rows.Tuning."""
+    """The kernel with rows of a warpgroup, blocks, parts, CTAs and sides: see many_rows.Tuning."""
     from pallas_kernels.int4_matmul.mosaic_gpu import many_rows
 
     with interpreted(races=races):
@@ -151,11 +151,12 @@ def test_bits_in_order_depend_neither_on_the_number_of_rows_nor_on_their_places(
         ((200, 192, (128, 128), "swiglu"), (96, 2, 1, 1)),
         ((144, 512, (128,), "residual"), (128, 1, 2, 1)),
         ((200, 192, (256, 256), "swiglu"), (96, 2, 1, 1, 2)),
-        ((144, 512, (256,), "residual"), (64, 2, 2, 1, 2)),
+        ((200, 128, (256,), "residual"), (64, 2, 1, 1, 2)),
+        ((144, 512, (256,), "bias"), (64, 2, 2, 1, 2)),
     ],
 )
 def test_no_copies_race(shape: tuple[Any, ...], tuning: tuple[int, ...]) -> None:
-    """One CTA has all tiles, whose pieces go through the same slots."""
+    """One CTA has all tiles, whose pieces go through the same slots. tuning: see kernel"""
     inputs = product(*shape, group=64)
     assert_close(inputs, rounded(inputs), kernel(inputs, *tuning, races=True))
 
@@ -210,7 +211,11 @@ def test_equals_float64_on_the_gpu(name: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     ("name", "rows"),
-    [*((name, rows) for name in REAL for rows in (72, 256)), ("llama-3-8b o rows 1", 2016)],
+    [
+        *((name, rows) for name in REAL for rows in (72, 256)),
+        ("llama-3-8b o rows 1", 2016),
+        ("llama-3-8b gate_up rows 1", 2016),
+    ],
 )
 def test_equals_float64_on_the_gpu_at_real_shapes(name: str, rows: int) -> None:
     """The first rows are those of the identity, so that they are weights, to the bit."""

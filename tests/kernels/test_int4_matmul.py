@@ -116,6 +116,8 @@ SMALL: dict[str, tuple[int, tuple[int, ...], int, int, bool, str, str]] = {
     "64 rows, more steps than stages": (3072, (64,), 64, 128, False, "bfloat16", ""),
     "groups of 64 in three warpgroups": (576, (128,), 4, 64, True, "float32", ""),
     "one group for all depths": (512, (64,), 4, 512, True, "bfloat16", ""),
+    "groups of 192, which steps of 128 would cut": (768, (64,), 4, 192, True, "bfloat16", ""),
+    "groups of 384, which steps of 256 would cut": (1536, (64,), 40, 384, True, "bfloat16", ""),
     "a depth that is split": (4096, (64,), 4, 128, True, "bfloat16", "residual"),
     "residual, sixteen rows": (512, (128,), 16, 128, False, "bfloat16", "residual"),
     "bias": (512, (128,), 16, 128, False, "bfloat16", "bias"),
@@ -167,21 +169,27 @@ def test_a_row_has_the_bits_of_any_other_batch() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("fused", ["", "swiglu"])
-@pytest.mark.parametrize(("group", "zeros"), [(128, False), (128, True), (64, True)])
+@pytest.mark.parametrize(
+    ("group", "zeros", "scale_dtype"),
+    [
+        (128, False, "bfloat16"),
+        (128, True, "float16"),
+        (64, True, "bfloat16"),
+        (64, False, "float32"),
+    ],
+)
 def test_rows_have_the_same_bits_in_mma_and_wgmma_on_the_gpu(
-    group: int, zeros: bool, fused: str
+    group: int, zeros: bool, scale_dtype: str, fused: str
 ) -> None:
-    """mma.sync multiplies up to 16 rows, and wgmma more. float32 results hide no bit of a sum."""
+    """mma.sync multiplies up to 16 rows, and wgmma more. Without SwiGLU, results are the sums."""
     widths = (1024, 1024) if fused else (2048,)
+    form: dict[str, Any] = {"group": group, "zeros": zeros, "scale_dtype": jnp.dtype(scale_dtype)}
     keys = jax.random.split(jax.random.key(0))
     magnitudes = jnp.exp2(jax.random.randint(keys[0], (64, 4096), -8, 8).astype(jnp.float32))
     x = (jax.random.normal(keys[1], (64, 4096)) * magnitudes).astype(jnp.bfloat16)
     inputs = Inputs(
         x=x,
-        weights=tuple(
-            int4_weight(i, width, 4096, group=group, zeros=zeros)[0]
-            for i, width in enumerate(widths)
-        ),
+        weights=tuple(int4_weight(i, width, 4096, **form)[0] for i, width in enumerate(widths)),
         swiglu=bool(fused),
         out_dtype=jnp.dtype("bfloat16" if fused else "float32"),
     )

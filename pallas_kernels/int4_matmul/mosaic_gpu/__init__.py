@@ -1,10 +1,12 @@
 """Products with int4 weights on Hopper, which are decoded in registers.
 
-Units of up to 64 rows stream through the rings of pallas_kernels/matmul. A code becomes a bfloat16
-number in two operations on a pair: its four bits below the exponent of 128, less 128 and the zero.
-That is exact. The scale of a group multiplies float32 sums. So a weight is never rounded. mma.sync
-multiplies up to 16 rows, and wgmma more: sums have the same bits. Their order depends on the
-weights alone: on their shapes and on the group (plan.py).
+For up to 64 rows, units stream through the rings of pallas_kernels/matmul. A code becomes a
+bfloat16 number in two operations on a pair: its four bits below the exponent of 128, less 128 and
+the zero. That is exact. The scale of a group multiplies float32 sums. So a weight is never rounded.
+The order of sums depends on the weights alone: on their shapes and on the group (plan.py).
+
+mma.sync multiplies up to 16 rows, and wgmma 17 to 64. On an H200 their sums have the same bits,
+which a test checks; the vendor documents it nowhere.
 
 More than 64 rows are multiplied by wgmma too, with weights that are rounded to bfloat16 after their
 scales. No registers are left for sums of single groups.

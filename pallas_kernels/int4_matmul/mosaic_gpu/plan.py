@@ -45,6 +45,12 @@ def sum_depth(weight: Int4Weight) -> int:
     return 128 if weight.group % 128 == 0 else DEPTHS
 
 
+def step_depths(weight: Int4Weight) -> list[int]:
+    """Return the depths that a step may have, the deepest first: groups, or a part of one."""
+    fitting = [k for k in STEP_DEPTHS if k % weight.group == 0 or weight.group % k == 0]
+    return [k for k in fitting if k >= sum_depth(weight)]
+
+
 def order_of(product: Product, weight: Int4Weight) -> Order | None:
     """Return the order of summation for all numbers of rows."""
     depth, shallowest = product.depth, sum_depth(weight)
@@ -92,8 +98,8 @@ def choose_tuning(product: Product) -> Tuning | None:
     most = 2 if product.tiles > NUM_SMS else 1
     for blocks_an_sm in range(most, 0, -1):
         rounds = -(-product.tiles // (NUM_SMS * blocks_an_sm))
-        for tile_k in STEP_DEPTHS:
-            if order.stripe_k % tile_k or tile_k < sum_depth(weight):
+        for tile_k in step_depths(weight):
+            if order.stripe_k % tile_k:
                 continue
             for stages in (8, 6, 5, 4, 3, 2):
                 tuning = Tuning(

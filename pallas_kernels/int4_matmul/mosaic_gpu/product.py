@@ -1,4 +1,4 @@
-"""The product of rows with int4 weights."""
+"""The product of few rows with int4 weights."""
 
 from __future__ import annotations
 
@@ -39,6 +39,7 @@ from pallas_kernels.matmul.reference import Result
 from pallas_kernels.types import Ref, Slice
 
 T = TypeVar("T")  # an array, its type, or the kernel's ref
+WGMMA_ROWS = 32  # padded; fewer are multiplied by mma.sync, which was as fast for 16
 
 
 class ByGroup(NamedTuple, Generic[T]):
@@ -99,6 +100,8 @@ class _Ring(Ring):
         """Return float32 [TILE_N, padded rows] for each product; see tile_sum.multiply."""
         sizes, scratch = self.sizes, self.scratch
         tuning, steps = sizes.tuning, sizes.steps
+        by_wgmma = sizes.padded >= WGMMA_ROWS
+        multiply_step = units.multiply_by_wgmma if by_wgmma else units.multiply
 
         def step(number: jax.Array, totals: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
             turn = number + index * steps
@@ -107,7 +110,7 @@ class _Ring(Ring):
             zeros = self.rings.zeros[0].at[slot] if self.rings.zeros else None
             weights = units.Step(scratch.w.at[slot], self.rings.scales[0].at[slot], zeros)
             x = scratch.x.at[self.resident_step(number) if sizes.resident else slot]
-            totals = units.multiply(totals, weights, x, group=self.group, sum_depth=depth)
+            totals = multiply_step(totals, weights, x, group=self.group, sum_depth=depth)
             pl.when(turn + tuning.stages < turns)(lambda: self.refill(turn + tuning.stages))
             if sizes.pdl and tuning.launches_next:
                 # When the last copy has started: the next kernel's would compete with this one's.

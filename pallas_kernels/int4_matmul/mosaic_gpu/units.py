@@ -1,8 +1,9 @@
-"""Units of int4 in shared memory, decoded in registers: multiplied there, or for wgmma."""
+"""Units of int4 in shared memory, decoded in registers and multiplied by mma.sync or wgmma."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -35,7 +36,6 @@ TRANSFORMS = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
 CODE_BITS = 0x000F000F
 EXPONENT = 0x43004300  # 128 in bfloat16, twice: the last bits of the mantissa count units
 PAIR = 0x00010001
-WGMMA_ROWS = 32  # from these on wgmma multiplies, else mma.sync: their sums have the same bits
 
 
 class Step(NamedTuple):
@@ -54,16 +54,14 @@ class Step(NamedTuple):
 def multiply(
     totals: Sequence[jax.Array], step: Step, x: Ref, *, group: int, sum_depth: int
 ) -> tuple[jax.Array, ...]:
-    """Return totals, float32 [64, rows] for each product, plus weights times x^T.
+    """Return totals, float32 [64, rows] for each block, plus weights times x^T, by mma.sync.
 
-    x:         [rows, depth]
+    x:         [rows, depth], rows padded to a multiple of 8
     group:     depths that share a scale
     sum_depth: depths of a sum that a scale multiplies
     """
     if interpreting():
         return _multiply_arrays(totals, step, x[...], group, sum_depth)
-    if totals[0].shape[1] >= WGMMA_ROWS:
-        return _multiply_by_wgmma(totals, step, x, group, sum_depth)
     total = plgpu.ShapeDtypeStruct(totals[0].shape, jnp.float32, layout=LAYOUT)
     plain = plgpu.RefType()
     zeros = () if step.zeros is None else (step.zeros,)
@@ -91,45 +89,83 @@ def _multiply_arrays(
 ) -> tuple[jax.Array, ...]:
     depth, found = x.shape[1], []
     groups = max(1, depth // group)
-    for part, total in enumerate(totals):
+    for block, total in enumerate(totals):
         ones = jnp.ones((1, 64), jnp.float32)
-        values = Int4Weight(step.words[part], ones).codes().astype(jnp.float32)
+        values = Int4Weight(step.words[block], ones).codes().astype(jnp.float32)
         for start in range(0, depth, sum_depth):
             place = start // group if groups > 1 else 0
-            zero = ZERO if step.zeros is None else step.zeros[part, place].astype(jnp.float32)
+            zero = ZERO if step.zeros is None else step.zeros[block, place].astype(jnp.float32)
             few = slice(start, start + sum_depth)
             weights = (values[few] - zero).astype(x.dtype)
             sums = jnp.dot(weights.T, x[:, few].T, preferred_element_type=jnp.float32)
-            total = total + sums * step.scales[part, place].astype(jnp.float32)[:, None]
+            total = total + sums * step.scales[block, place].astype(jnp.float32)[:, None]
         found.append(total)
     return tuple(found)
 
 
-def _multiply_by_wgmma(
-    totals: Sequence[jax.Array], step: Step, x: Ref, group: int, sum_depth: int
+def multiply_by_wgmma(
+    totals: Sequence[jax.Array], step: Step, x: Ref, *, group: int, sum_depth: int
 ) -> tuple[jax.Array, ...]:
-    depth, columns, rows = x.shape[1], *totals[0].shape
+    """Return what `multiply` returns, by wgmma. On an H200 its sums have the bits of mma.sync.
+
+    Codes minus zeros are operands A. Accumulators start at zero for each sum of a scale.
+    """
+    depth = x.shape[1]
     for start in range(0, depth, sum_depth):
         place = start // group if depth > group else 0
-
-        def multiply_sum(*sums: Accumulator, start: int = start, place: int = place) -> Any:
-            for unit in range(start // DEPTHS, (start + sum_depth) // DEPTHS):
-                operand = x.at[:, pl.ds(unit * DEPTHS, DEPTHS)].transpose((1, 0))
-                for part, acc in enumerate(sums):
-                    codes = _operand(step, part, unit, place, scaled=False)
-                    plgpu.wgmma(acc, codes, operand)
-            plgpu.wgmma_wait(0)
-            return tuple(lax.optimization_barrier(acc[...]) for acc in sums)
-
-        sums = pl.run_scoped(multiply_sum, *[plgpu.ACC((columns, rows), jnp.float32)] * len(totals))
+        few = range(start // DEPTHS, (start + sum_depth) // DEPTHS)
+        sums = _sums_by_wgmma(step, x, few, place, totals)
         totals = _add_scaled(totals, sums, step, place)
     return tuple(totals)
+
+
+def _sums_by_wgmma(
+    step: Step, x: Ref, few: range, place: int, like: Sequence[jax.Array]
+) -> tuple[jax.Array, ...]:
+    """Return codes minus zeros times x^T, for each block: the sums of some units.
+
+    few:   the units
+    place: of their group in the step
+    like:  arrays of the sums' shape, for each block
+    """
+
+    def operands(block: int, unit: int) -> tuple[jax.Array, Ref]:
+        codes = _operand(step, block, unit, place, scaled=False)
+        return codes, x.at[:, pl.ds(unit * DEPTHS, DEPTHS)]
+
+    def multiply(*sums: Accumulator) -> tuple[jax.Array, ...]:
+        for unit in few:
+            for block, acc in enumerate(sums):
+                codes, depths = operands(block, unit)
+                plgpu.wgmma(acc, codes, depths.transpose((1, 0)))
+        # As in many_rows.py: LLVM may read the sums before they are made.
+        return tuple(lax.optimization_barrier(acc[...]) for acc in sums)
+
+    if interpreting():  # its wgmma takes no arrays
+        return tuple(_dot(operands(block, unit) for unit in few) for block in range(len(like)))
+    columns, rows = like[0].shape
+    return pl.run_scoped(multiply, *(plgpu.ACC((columns, rows), jnp.float32),) * len(like))
+
+
+def _dot(operands: Iterable[tuple[jax.Array, Ref]]) -> jax.Array:
+    """Return the sum of weights [64, depth] times x [rows, depth]^T."""
+    found = [jnp.dot(w, x[...].T, preferred_element_type=jnp.float32) for w, x in operands]
+    return functools.reduce(jnp.add, found)
 
 
 def _add_scaled(
     totals: Sequence[jax.Array], sums: Sequence[jax.Array], step: Step, place: int
 ) -> tuple[jax.Array, ...]:
-    """Return totals plus sums times their scales, rounded once."""
+    """Return totals plus sums times the scales of a group, rounded once.
+
+    place: of the group in the step
+    """
+    if interpreting():
+        scales = [step.scales[block, place].astype(jnp.float32) for block in range(len(totals))]
+        return tuple(
+            total + sum_ * scale[:, None]
+            for total, sum_, scale in zip(totals, sums, scales, strict=True)
+        )
     total = plgpu.ShapeDtypeStruct(totals[0].shape, jnp.float32, layout=LAYOUT)
     layouts = (LAYOUT,) * len(totals)
 
@@ -140,8 +176,8 @@ def _add_scaled(
     def run(_: Any, totals: Any, sums: Any, words: Any, scales: Any) -> Any:
         reader = _Reader(words, scales, None)
         return tuple(
-            array_of(_scaled(scalars(total), scalars(sum_), reader.scales(part, place)), total)
-            for part, (total, sum_) in enumerate(zip(totals, sums, strict=True))
+            array_of(_plus_scaled(scalars(total), scalars(sum_), reader.scales(i, place)), total)
+            for i, (total, sum_) in enumerate(zip(totals, sums, strict=True))
         )
 
     call: Any = run
@@ -153,19 +189,24 @@ def values(step: Step, block: int) -> jax.Array:
 
     The step has one unit of the depth, and one group. The bits are those of Int4Weight.to_array.
     """
-    if interpreting():
-        ones = jnp.ones((1, 64), jnp.float32)
-        codes = Int4Weight(step.words[block], ones).codes().astype(jnp.float32)
-        zero = ZERO if step.zeros is None else step.zeros[block, 0].astype(jnp.float32)
-        return ((codes - zero) * step.scales[block, 0].astype(jnp.float32)).T.astype(jnp.bfloat16)
     return _operand(step, block, 0, 0, scaled=True)
 
 
-def _operand(step: Step, block: int, unit: int, group: int, *, scaled: bool) -> jax.Array:
+def _operand(step: Step, block: int, unit: int, place: int, *, scaled: bool) -> jax.Array:
     """Return a unit of a block as operand A of wgmma: bfloat16 [64 columns, 64 depths].
 
+    place:  of the unit's group in the step
     scaled: whether to multiply codes minus their zeros, which are exact, by the group's scales
     """
+    if interpreting():
+        ones = jnp.ones((1, 64), jnp.float32)
+        codes = Int4Weight(step.words[block, :, pl.ds(unit, 1)], ones).codes().astype(jnp.float32)
+        numbers = codes - (
+            ZERO if step.zeros is None else step.zeros[block, place].astype(jnp.float32)
+        )
+        if scaled:
+            numbers *= step.scales[block, place].astype(jnp.float32)
+        return numbers.T.astype(jnp.bfloat16)
     plain = plgpu.RefType()
     zeros = () if step.zeros is None else (step.zeros,)
 
@@ -175,7 +216,7 @@ def _operand(step: Step, block: int, unit: int, group: int, *, scaled: bool) -> 
     )
     def run(_: Any, words: Any, scales: Any, zeros: Any) -> Any:
         reader = _Reader(words, scales, zeros[0] if zeros else None)
-        return _operand_of(reader, block, unit, group, scaled)
+        return _operand_of(reader, block, unit, place, scaled)
 
     call: Any = run
     return call(step.words, step.scales, zeros)
@@ -215,25 +256,25 @@ def _multiply(
     for start in range(0, depth, sum_depth):
         sums = [[none] * len(numbers) for numbers in values]
         place = start // group if depth > group else 0
-        offsets = [reader.offsets(part, place) for part in range(len(values))]
+        offsets = [reader.offsets(block, place) for block in range(len(values))]
         for unit in range(start // DEPTHS, (start + sum_depth) // DEPTHS):
             operands = [
                 [rows.load(tile, 2 * unit + half) for tile in range(rows.tiles)]
                 for half in range(2)
             ]
-            for part, numbers in enumerate(sums):
-                fragments = reader.fragments(part, unit, offsets[part])
+            for block, numbers in enumerate(sums):
+                fragments = reader.fragments(block, unit, offsets[block])
                 for j, a in enumerate(fragments):
                     for tile, b in enumerate(operands[j // 2]):
                         own = slice(4 * tile, 4 * tile + 4)
                         pair = b[2 * (j % 2) : 2 * (j % 2) + 2]
                         numbers[own] = mma(numbers[own], a, pair)
-        for part, numbers in enumerate(sums):
-            values[part] = _scaled(values[part], numbers, reader.scales(part, place))
+        for block, numbers in enumerate(sums):
+            values[block] = _plus_scaled(values[block], numbers, reader.scales(block, place))
     return tuple(array_of(numbers, total) for numbers, total in zip(values, totals, strict=True))
 
 
-def _scaled(totals: list[Any], sums: list[Any], factors: list[Any]) -> list[Any]:
+def _plus_scaled(totals: list[Any], sums: list[Any], factors: list[Any]) -> list[Any]:
     """Return totals plus sums times the scales of both columns."""
     # Of four sums, two are of column g and two of column g + 8.
     return [
@@ -248,12 +289,12 @@ def _scaled(totals: list[Any], sums: list[Any], factors: list[Any]) -> list[Any]
     ]
 
 
-def _operand_of(reader: _Reader, block: int, unit: int, group: int, scaled: bool) -> Any:
-    fragments = reader.fragments(block, unit, reader.offsets(block, group))
+def _operand_of(reader: _Reader, block: int, unit: int, place: int, scaled: bool) -> Any:
+    fragments = reader.fragments(block, unit, reader.offsets(block, place))
     pair = ir.VectorType.get((2,), ir.BF16Type.get())
     registers = [register for fragment in fragments for register in fragment]
     if scaled:
-        factors, times = reader.scales(block, group), _times
+        factors, times = reader.scales(block, place), _times
         if reader.has_bf16_scales:
             factors, times = [_bf16_twice(factor) for factor in factors], _times_bf16
         registers = [times(register, factors[i % 2]) for i, register in enumerate(registers)]
@@ -285,13 +326,13 @@ def _times(register: Any, factor: Any) -> Any:
 
 
 class _Reader:
-    """Reads a lane's part of a step; see Step."""
+    """Reads what a lane has of a step; see Step. place: of a group in the step."""
 
     def __init__(self, words: Any, scales: Any, zeros: Any) -> None:
         self._word = ir.IntegerType.get_signless(32)
         self._byte = ir.IntegerType.get_signless(8)
         lane, warp = lane_and_warp()
-        self._part_stride, warp_stride, self._unit_stride, _ = strides(words)
+        self._block_stride, warp_stride, self._unit_stride, _ = strides(words)
         first = arith.addi(arith.muli(warp, i32(warp_stride)), arith.shli(lane, i32(2)))
         self._words = utils.getelementptr(utils.memref_ptr(words), [first], self._word)
         # Columns g and g + 8 of the warp's 16.
@@ -305,34 +346,34 @@ class _Reader:
             self._zero_strides = strides(zeros)[:2]
             self._zeros = utils.getelementptr(utils.memref_ptr(zeros), [column], self._byte)
 
-    def offsets(self, part: int, group: int) -> list[Any]:
+    def offsets(self, block: int, place: int) -> list[Any]:
         """Return 128 plus the zero, twice in a word, of both columns."""
         if self._zeros is None:
             return [i32(EXPONENT + ZERO * PAIR)] * 2
-        by_part, by_group = self._zero_strides
+        by_block, by_place = self._zero_strides
         found = []
         for half in range(2):
-            place = part * by_part + group * by_group + 8 * half
-            address = utils.getelementptr(self._zeros, [place], self._byte)
+            first = block * by_block + place * by_place + 8 * half
+            address = utils.getelementptr(self._zeros, [first], self._byte)
             zero = arith.extui(self._word, llvm.load(self._byte, address, alignment=1))
             found.append(arith.addi(arith.muli(zero, i32(PAIR)), i32(EXPONENT)))
         return found
 
-    def scales(self, part: int, group: int) -> list[Any]:
+    def scales(self, block: int, place: int) -> list[Any]:
         """Return the scales of both columns, float32."""
-        by_part, by_group = self._scale_strides
+        by_block, by_place = self._scale_strides
         f32, size, found = ir.F32Type.get(), utils.bitwidth(self._scale_type) // 8, []
         for half in range(2):
-            place = part * by_part + group * by_group + 8 * half
-            address = utils.getelementptr(self._scales, [place], self._scale_type)
+            first = block * by_block + place * by_place + 8 * half
+            address = utils.getelementptr(self._scales, [first], self._scale_type)
             scale = llvm.load(self._scale_type, address, alignment=size)
             found.append(scale if size == 4 else arith.extf(f32, scale))
         return found
 
-    def fragments(self, part: int, unit: int, offsets: list[Any]) -> list[list[Any]]:
+    def fragments(self, block: int, unit: int, offsets: list[Any]) -> list[list[Any]]:
         """Return four operands A of a unit, four registers of bfloat16 pairs each."""
-        place = part * self._part_stride + unit * self._unit_stride
-        address = utils.getelementptr(self._words, [place], self._word)
+        first = block * self._block_stride + unit * self._unit_stride
+        address = utils.getelementptr(self._words, [first], self._word)
         four = llvm.load(ir.VectorType.get((4,), self._word), address, alignment=16)
         found = []
         for j in range(4):

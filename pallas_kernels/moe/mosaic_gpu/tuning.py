@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pallas_kernels.hopper import NUM_SMS
-from pallas_kernels.int4_matmul.mosaic_gpu.plan import groups_of, sum_depth
+from pallas_kernels.int4_matmul.mosaic_gpu.plan import groups_of, step_depths
 from pallas_kernels.int4_matmul.weight import Int4Weight
 from pallas_kernels.moe.mosaic_gpu.blocks import SIZES
 from pallas_kernels.moe.mxfp4 import BLOCK, COLUMNS, UNIT
@@ -83,7 +83,7 @@ def choose_int4_tuning(weight: Int4Weight, width: int, products: int, few: bool)
     depth = weight.shape[-2]
     tiles = 1 if few or width < 2 * TILE_N else 2 // products
     ctas_an_sm = 5 if few else 4 - products
-    fitting = [k for k in (256, 128, 64) if depth % k == 0 and k >= sum_depth(weight)]
+    fitting = [k for k in step_depths(weight) if depth % k == 0]
     for tile_k in fitting:
         if tile_k > 128 and not few:
             continue
