@@ -255,8 +255,8 @@ def _matmul(operands: Operands[jax.Array], *, returns_sums: bool, tuning: Tuning
             group_row = pl.ds(lax.div(unit * DEPTHS, group), 1)
             for side, block in itertools.product(range(sides), range(blocks)):
                 weight = block if is_swiglu else 0
-                number = (column * sides + side) * (own_columns // TILE_N)
-                number += 0 if is_swiglu else block
+                before = side * (own_columns // TILE_N) + (0 if is_swiglu else block)
+                number = column * (tile // TILE_N) + before
                 in_ring = slot, side, block
                 of_units = pl.ds(number * (TILE_N // COLUMNS), TILE_N // COLUMNS), pl.ds(unit, 1)
                 by_group = group_row, pl.ds(number * TILE_N, TILE_N)

@@ -22,6 +22,7 @@ from pallas_kernels.matmul.plan import (
 
 STEP_DEPTHS = (256, 128, 64)
 SCALE_DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
+MOST_SUMS = 64  # for each column; with more of them, the deepest step has no registers left
 DEEP = 2048  # a shallower tile needs no second CTA
 
 
@@ -94,12 +95,14 @@ def choose_tuning(product: Product) -> Tuning | None:
     order = order_of(product, weight)
     if order is None:
         return None
+    sums = product.accumulators * padded_rows(product.rows)
     # Warps of several CTAs hide each other's latencies where tiles are many.
     most = 2 if product.tiles > NUM_SMS else 1
     for blocks_an_sm in range(most, 0, -1):
         rounds = -(-product.tiles // (NUM_SMS * blocks_an_sm))
         for tile_k in step_depths(weight):
-            if order.stripe_k % tile_k:
+            too_deep = sums > MOST_SUMS and tile_k == STEP_DEPTHS[0]
+            if order.stripe_k % tile_k or too_deep:
                 continue
             for stages in (8, 6, 5, 4, 3, 2):
                 tuning = Tuning(

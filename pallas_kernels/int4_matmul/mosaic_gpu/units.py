@@ -134,8 +134,8 @@ def _sums_by_wgmma(
         return codes, x.at[:, pl.ds(unit * DEPTHS, DEPTHS)]
 
     def multiply(*sums: Accumulator) -> tuple[jax.Array, ...]:
-        for unit in few:
-            for block, acc in enumerate(sums):
+        for block, acc in enumerate(sums):
+            for unit in few:
                 codes, depths = operands(block, unit)
                 plgpu.wgmma(acc, codes, depths.transpose((1, 0)))
         # As in many_rows.py: LLVM may read the sums before they are made.
