@@ -60,8 +60,8 @@ def multiply(
     group:     depths that share a scale
     sum_depth: depths of a sum that a scale multiplies
     """
-    if interpreting():
-        return _multiply_arrays(totals, step, x[...], group, sum_depth)
+    if interpreting():  # registers are the GPU's alone
+        return multiply_by_wgmma(totals, step, x, group=group, sum_depth=sum_depth)
     total = plgpu.ShapeDtypeStruct(totals[0].shape, jnp.float32, layout=LAYOUT)
     plain = plgpu.RefType()
     zeros = () if step.zeros is None else (step.zeros,)
@@ -82,25 +82,6 @@ def multiply(
 
     call: Any = run
     return call(tuple(totals), step.words, step.scales, zeros, x)
-
-
-def _multiply_arrays(
-    totals: Sequence[jax.Array], step: Step, x: jax.Array, group: int, sum_depth: int
-) -> tuple[jax.Array, ...]:
-    depth, found = x.shape[1], []
-    groups = max(1, depth // group)
-    for block, total in enumerate(totals):
-        ones = jnp.ones((1, 64), jnp.float32)
-        values = Int4Weight(step.words[block], ones).codes().astype(jnp.float32)
-        for start in range(0, depth, sum_depth):
-            place = start // group if groups > 1 else 0
-            zero = ZERO if step.zeros is None else step.zeros[block, place].astype(jnp.float32)
-            few = slice(start, start + sum_depth)
-            weights = (values[few] - zero).astype(x.dtype)
-            sums = jnp.dot(weights.T, x[:, few].T, preferred_element_type=jnp.float32)
-            total = total + sums * step.scales[block, place].astype(jnp.float32)[:, None]
-        found.append(total)
-    return tuple(found)
 
 
 def multiply_by_wgmma(
