@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import struct
@@ -39,24 +40,25 @@ DTYPES = {
 
 @dataclass(frozen=True)
 class SafetensorsTensor:
-    """One tensor of a safetensors file; nothing of it is in memory until ``read``."""
+    """One tensor of a safetensors file; nothing of it is in memory until ``read``.
+
+    begin: of its bytes in the file
+    """
 
     file: Path
-    name: str
     shape: tuple[int, ...]
     dtype: np.dtype
+    begin: int
 
     def read(self) -> np.ndarray:
-        if self.dtype == ml_dtypes.float8_e4m3fn:  # numpy does not know safetensors' name for it
-            return self._read_bytes().view(self.dtype).reshape(self.shape)
-        with safe_open(self.file, framework="numpy") as f:
-            return f.get_tensor(self.name)
-
-    def _read_bytes(self) -> np.ndarray:
-        with self.file.open("rb") as f:
-            length = struct.unpack("<Q", f.read(8))[0]
-            begin, end = json.loads(f.read(length))[self.name]["data_offsets"]
-        return np.fromfile(self.file, np.uint8, end - begin, offset=8 + length + begin)
+        # safe_open would parse the file's header again, for each tensor.
+        size = math.prod(self.shape) * self.dtype.itemsize
+        read = np.fromfile(self.file, np.uint8, size, offset=self.begin)
+        if read.size != size:
+            raise ConfigError(
+                f"{self.file}: expected {size} bytes of a tensor at {self.begin}, got {read.size}"
+            )
+        return read.view(self.dtype).reshape(self.shape)
 
 
 @dataclass(frozen=True)
@@ -167,7 +169,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def _open_safetensors(path: Path) -> dict[str, LazyTensor]:
-    _check_size(path)
+    begins = _begins(path)
     try:
         with safe_open(path, framework="numpy") as f:
             slices = {name: f.get_slice(name) for name in f.keys()}  # noqa: SIM118 (not a dict)
@@ -181,13 +183,17 @@ def _open_safetensors(path: Path) -> dict[str, LazyTensor]:
             f"{path}: expected tensors of {', '.join(DTYPES)}, got {dtype} for {name}"
         )
     return {
-        name: SafetensorsTensor(path, name, shape, np.dtype(DTYPES[dtype]))
+        name: SafetensorsTensor(path, shape, np.dtype(DTYPES[dtype]), begins[name])
         for name, (shape, dtype) in infos.items()
     }
 
 
-def _check_size(path: Path) -> None:
-    """Compare the file's size with its header: a truncated download differs from other damage."""
+def _begins(path: Path) -> dict[str, int]:
+    """Return where each tensor's bytes begin in the file.
+
+    ConfigError unless the file's size is that of its header: a truncated download differs from
+    other damage.
+    """
     size = path.stat().st_size
     with path.open("rb") as f:
         head = f.read(8)
@@ -199,12 +205,15 @@ def _check_size(path: Path) -> None:
             )
         try:
             header = json.loads(f.read(length))
-            ends = [
-                info["data_offsets"][1] for name, info in header.items() if name != "__metadata__"
-            ]
-            if wrong := [end for end in ends if not is_int(end)]:
-                raise TypeError(f"a data offset of {shown(wrong[0])}")
-            end = max(ends, default=0)
+            offsets = {
+                name: (info["data_offsets"][0], info["data_offsets"][1])
+                for name, info in header.items()
+                if name != "__metadata__"
+            }
+            for both in offsets.values():
+                if wrong := [offset for offset in both if not is_int(offset)]:
+                    raise TypeError(f"a data offset of {shown(wrong[0])}")
+            last = max((end for _, end in offsets.values()), default=0)
         except (
             ValueError,
             TypeError,
@@ -216,11 +225,12 @@ def _check_size(path: Path) -> None:
             raise ConfigError(
                 f"{path}: expected a safetensors header, got {type(e).__name__}: {e}"
             ) from e
-    if 8 + length + end != size:
+    if 8 + length + last != size:
         raise ConfigError(
-            f"{path}: expected {8 + length + end} bytes by its header, "
+            f"{path}: expected {8 + length + last} bytes by its header, "
             f"got {size} (truncated or damaged)"
         )
+    return {name: 8 + length + begin for name, (begin, _) in offsets.items()}
 
 
 def _open_shards(index: Path) -> dict[str, LazyTensor]:
