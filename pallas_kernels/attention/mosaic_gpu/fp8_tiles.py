@@ -248,7 +248,18 @@ def _transforms(head_dim: int) -> tuple[Any, ...]:
 
 
 def _product(a: jax.Array, b: jax.Array) -> jax.Array:
-    return jnp.dot(a.astype(jnp.float32), b.astype(jnp.float32))
+    """Return a times b in float32, for the interpreter.
+
+    A number has one order of summation whatever the shapes, as it has with mma.sync. XLA's products
+    on a CPU have none.
+    """
+    a, b = a.astype(jnp.float32), b.astype(jnp.float32)
+
+    def add(depth: jax.Array, total: jax.Array) -> jax.Array:
+        column = lax.dynamic_slice_in_dim(a, depth, 1, axis=1)
+        return total + column * lax.dynamic_slice_in_dim(b, depth, 1, axis=0)
+
+    return lax.fori_loop(0, a.shape[1], add, jnp.zeros((a.shape[0], b.shape[1]), jnp.float32))
 
 
 # ---- for each thread, which has row g of 8 and place t of 4 in a fragment
