@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import hopper
 from pallas_kernels.fp8_matmul import reference
-from pallas_kernels.fp8_matmul.rows import BeforeNorm, RowNorm, Rows, quantise
+from pallas_kernels.fp8_matmul.rows import MOST_IN_PARTS, BeforeNorm, RowNorm, Rows, quantise
 from pallas_kernels.fp8_matmul.weight import (
     ACTIVATIONS,
     BLOCK,
@@ -307,7 +307,7 @@ def unsupported(product: Product) -> str | None:
             return reason
     if product.rows > plan.MAX_ROWS and not _in_parts(product):  # XLA multiplies them
         return None if are_codes else _not_quantised(product.depth)
-    if _in_parts(product) and (reason := plan.unfit_rows(product.rows, plan.MOST_IN_PARTS)):
+    if _in_parts(product) and (reason := plan.unfit_rows(product.rows, MOST_IN_PARTS)):
         return reason
     if len(weights) > 1 and not product.swiglu:
         if product.norms:
@@ -321,7 +321,7 @@ def unsupported(product: Product) -> str | None:
 
 def _in_parts(product: Product) -> bool:
     """Return whether more rows than the kernel takes are multiplied in parts."""
-    return _has_block_rows(product) and product.rows <= plan.MOST_IN_PARTS
+    return _has_block_rows(product) and product.rows <= MOST_IN_PARTS
 
 
 def _has_block_rows(product: Product) -> bool:

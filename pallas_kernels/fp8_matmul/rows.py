@@ -14,6 +14,8 @@ from pallas_kernels.dtypes import rounded_division
 from pallas_kernels.fp8_matmul.weight import BLOCK, DTYPE, LARGEST, Activation, spread
 from pallas_kernels.types import STATIC
 
+MOST_IN_PARTS = 256  # rows with a scale for each block that are multiplied MAX_ROWS at a time
+
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)

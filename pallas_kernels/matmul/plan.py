@@ -38,7 +38,6 @@ from pallas_kernels.matmul.inputs import Inputs
 from pallas_kernels.types import Shaped
 
 MAX_ROWS = 64
-MOST_IN_PARTS = 256  # rows of products of fp8 blocks that are multiplied MAX_ROWS at a time
 # Widest rows whose norm two products share, whatever their number. With wider ones each block sums
 # many squares, which is slower at 64 rows than a kernel for the norm.
 MAX_NORM_WIDTH = 1024

@@ -47,10 +47,10 @@ from pallas_kernels.fp8_matmul.mosaic_gpu.quantise import (
 )
 from pallas_kernels.fp8_matmul.mosaic_gpu.swiglu_rows import Products, swiglu_rows
 from pallas_kernels.fp8_matmul.mosaic_gpu.swiglu_rows import takes as takes_swiglu
-from pallas_kernels.fp8_matmul.rows import BeforeNorm, RowNorm, Rows
+from pallas_kernels.fp8_matmul.rows import MOST_IN_PARTS, BeforeNorm, RowNorm, Rows
 from pallas_kernels.fp8_matmul.weight import Fp8Weight
 from pallas_kernels.matmul.inputs import Inputs
-from pallas_kernels.matmul.plan import MAX_ROWS, MOST_IN_PARTS, Product
+from pallas_kernels.matmul.plan import MAX_ROWS, Product
 
 MAX_SWIGLU_WIDTH = 16384  # that one warpgroup quantises without spills
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -91,13 +91,17 @@ def multiply_by_wgmma(
 
     Codes minus zeros are operands A. Accumulators start at zero for each sum of a scale.
     """
-    depth = x.shape[1]
-    for start in range(0, depth, sum_depth):
-        place = start // group if depth > group else 0
-        few = range(start // DEPTHS, (start + sum_depth) // DEPTHS)
+    for place, few in _sums_of(int(x.shape[1]), group, sum_depth):
         sums = _sums_by_wgmma(step, x, few, place, totals)
         totals = _add_scaled(totals, sums, step, place)
     return tuple(totals)
+
+
+def _sums_of(depth: int, group: int, sum_depth: int) -> Iterator[tuple[int, range]]:
+    """Yield, for each sum of a step, the place of its group in the step, and its units."""
+    for start in range(0, depth, sum_depth):
+        place = start // group if depth > group else 0
+        yield place, range(start // DEPTHS, (start + sum_depth) // DEPTHS)
 
 
 def _sums_by_wgmma(
@@ -230,15 +234,13 @@ def _multiply(
     totals: Any, words: Any, scales: Any, zeros: Any, x: Any, group: int, sum_depth: int
 ) -> Any:
     values, rows = [scalars(total) for total in totals], RowReader(x)
-    units = ir.MemRefType(words.type).shape[2]
-    depth = units * DEPTHS
+    depth = ir.MemRefType(words.type).shape[2] * DEPTHS
     reader = _Reader(words, scales, zeros)
     none = utils.c(0.0, ir.F32Type.get())
-    for start in range(0, depth, sum_depth):
+    for place, few in _sums_of(depth, group, sum_depth):
         sums = [[none] * len(numbers) for numbers in values]
-        place = start // group if depth > group else 0
         offsets = [reader.offsets(block, place) for block in range(len(values))]
-        for unit in range(start // DEPTHS, (start + sum_depth) // DEPTHS):
+        for unit in few:
             operands = [
                 [rows.load(tile, 2 * unit + half) for tile in range(rows.tiles)]
                 for half in range(2)
