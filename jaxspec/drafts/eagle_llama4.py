@@ -20,6 +20,7 @@ from jaxspec.config import (
     SpeculativeConfig,
     check_options,
 )
+from jaxspec.config.quantization import is_made_plain
 from jaxspec.drafts.family import (
     DraftOutput,
     ShapedLikeTarget,
@@ -118,6 +119,8 @@ def config_from_checkpoint(
             "draft_sliding_window: expected None with a head of Llama 4, whose layer has no "
             f"window, got {overrides.draft_sliding_window}"
         )
+    if is_made_plain(config):  # of a target, codes are refused
+        config = {key: value for key, value in config.items() if key != "quantization_config"}
     layer = llama4_text.config_from_hf(config)
     if layer.num_layers != 1:
         raise ConfigError(

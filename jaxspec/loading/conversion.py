@@ -33,7 +33,12 @@ from jaxspec.config.quantization.forms import SCALE_DTYPES
 from jaxspec.layers.params import Weight, is_spec
 from jaxspec.layers.quantized import files, rounding
 from jaxspec.layers.quantized.files import Shape
-from jaxspec.layers.quantized.table import experts_fit, is_experts, modules_of
+from jaxspec.layers.quantized.table import (
+    check_int4_shape,
+    experts_fit,
+    is_experts,
+    modules_of,
+)
 from jaxspec.loading.cache import MARKER
 from jaxspec.loading.checkpoint import INDEX, SINGLE, Checkpoint, open_checkpoint
 from jaxspec.loading.model import check_counts
@@ -45,7 +50,7 @@ from jaxspec.loading.weights import check_shapes
 # Files beside the weights that the new folder has too.
 COPIED = ("*.json", "*.jinja", "*.model", "*.txt")
 OWN = ("config.json", INDEX, SINGLE)
-EXPERT = re.compile(r".*\.experts\.")
+EXPERT = re.compile(r"(?P<layer>.*)\.experts\.\d+\.(?P<projection>[^.]+)\Z")
 
 
 def convert_checkpoint(
@@ -156,11 +161,14 @@ def product_modules(checkpoint: Checkpoint, form: Form) -> tuple[dict[str, Shape
 
 def check_modules(modules: Mapping[str, Shape], form: Form, source: Path) -> None:
     """Raise ConfigError for a module that other readers of the format do not take."""
-    unit = form.group_size if isinstance(form, Int4Form) else BLOCK
-    grouped = isinstance(form, Int4Form) or form.scales == "block"
-    for module, (_, columns) in modules.items():
+    is_int4 = isinstance(form, Int4Form)
+    unit = form.group_size if is_int4 else BLOCK
+    grouped = is_int4 or form.scales == "block"
+    for module, (rows, columns) in modules.items():
+        if is_int4:
+            check_int4_shape(f"{source} {module}", columns, rows)
         if grouped and columns % unit:
-            smaller = [str(g) for g in GROUPS if columns % g == 0 and isinstance(form, Int4Form)]
+            smaller = [str(g) for g in GROUPS if columns % g == 0 and is_int4]
             hint = f"; a group_size of {smaller[-1]} fits" if smaller else ""
             raise ConfigError(
                 f"{source} {module}: expected columns in multiples of {unit}, got {columns}{hint}"
@@ -197,14 +205,21 @@ def compressed_tensors_config(form: Form, ignored: list[str]) -> dict[str, Any]:
 
 
 def _ignored(checkpoint: Checkpoint, modules: Mapping[str, Shape]) -> list[str]:
-    """Return the names, or patterns, of all linear modules that stay as they are."""
+    """Return the names, or patterns, of all linear modules that stay as they are.
+
+    Experts of one projection have one pattern, or one a layer where other layers' get codes.
+    """
     names: dict[str, None] = {"lm_head": None}
+    in_codes = {found["projection"] for module in modules if (found := EXPERT.match(module))}
     for tensor, shape in checkpoint.shapes.items():
         module = tensor.removesuffix(".weight")
         if module == tensor or len(shape) != 2 or module in modules:
             continue
-        if EXPERT.match(module):
-            names[rf"re:.*\.experts\.\d+\.{re.escape(module.rpartition('.')[2])}$"] = None
+        if found := EXPERT.match(module):
+            layer, projection = map(re.escape, found.groups())
+            if found["projection"] not in in_codes:
+                layer = ".*"
+            names[rf"re:{layer}\.experts\.\d+\.{projection}$"] = None
         elif not module.endswith("embed_tokens"):
             names[module] = None
     return list(names)

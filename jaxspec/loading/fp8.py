@@ -1,8 +1,8 @@
 """Weights that are float8 in blocks with a scale each, as in DeepSeek-V3's own files.
 
 Configs with a quantisation keep codes and scales (jaxspec/layers/quantized/). Here all other float8
-tensors become plain as they are read: those of DFlash, DSpark and Llama 4's heads, and of every
-checkpoint whose quantization_config has `dequantize`.
+tensors become plain as they are read: those of DFlash and DSpark heads, and of every checkpoint
+whose quantization_config has `dequantize`.
 
 A matrix NAME is float8 (e4m3), and NAME_scale_inv holds a float32 for each block of
 weight_block_size, rows by columns (2412.19437, section 3.3). The weight is their product, in

@@ -28,7 +28,11 @@ from jaxspec.layers.quantized.table import QuantizedSpec
 from jaxspec.loading.binding import bind_draft, bind_draft_model, read_draft_to_target
 from jaxspec.loading.checkpoint import Checkpoint, open_checkpoint
 from jaxspec.loading.fp8 import with_scales
-from jaxspec.loading.quantized_tensors import stored_tensors, with_stored_scales
+from jaxspec.loading.quantized_tensors import (
+    stored_tensors,
+    with_stored_names,
+    with_stored_scales,
+)
 from jaxspec.loading.weights import LazyTensor, load_params
 from jaxspec.parallel.layout import ONE_PLACE, Layout, Placement
 
@@ -232,6 +236,7 @@ def head_config(
             raise ConfigError(
                 f"{folder}/config.json: expected the key {e} of a draft, got none"
             ) from e
+    cfg = with_stored_names(cfg, {name: family.canonical_name(name) for name in checkpoint.tensors})
     checkpoint = replace(checkpoint, tensors=tensors)
     cfg = with_quantization(cfg, checkpoint, speculative.draft_quantize, "draft_quantize")
     return cfg, checkpoint

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from jaxspec.config.quantization import Form, Int4Form, Quantization
-from jaxspec.config.quantization.forms import SCALE_DTYPES
+from jaxspec.config.quantization.forms import SCALE_DTYPES, exactly
 from jaxspec.layers.quantized.files import scales_of
 from jaxspec.loading.fp8 import Readable, Tensor
 
@@ -71,12 +71,33 @@ def stored_tensors(
         for name, tensor in tensors.items()
         if not is_empty_bias(name, tensor)
     }
-    absent = {
-        name: Ones(shape)
-        for name, shape in wanted.items()
-        if name.endswith(quantization.kv_scales) and name not in found
-    }
-    return found | absent
+    ends = quantization.kv_scales
+
+    def has_no_scale(name: str) -> bool:
+        """Return whether a scale is wanted of a layer that has neither of both."""
+        layer = next((name.removesuffix(end) for end in ends if name.endswith(end)), None)
+        return layer is not None and not any(layer + end in found for end in ends)
+
+    return found | {name: Ones(shape) for name, shape in wanted.items() if has_no_scale(name)}
+
+
+def with_stored_names(cfg: Config, names: Mapping[str, str]) -> Config:
+    """Return a head's config whose rules hold for modules by the names in its file, too.
+
+    names: of tensors, in the file -> in the table
+    """
+    held: Any = cfg
+    quantization: Quantization | None = getattr(held, "quantization", None)
+    if quantization is None:
+        return cfg
+    modules = {name.rpartition(".")[0]: ours.rpartition(".")[0] for name, ours in names.items()}
+    rules = tuple(
+        (exactly(ours), form)
+        for stored, ours in modules.items()
+        if stored != ours
+        and (form := quantization.form_of(ours, stored)) != quantization.form_of(ours)
+    )
+    return replace(held, quantization=replace(quantization, rules=rules + quantization.rules))
 
 
 def with_stored_scales(cfg: Config, tensors: Mapping[str, Any]) -> Config:

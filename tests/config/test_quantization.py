@@ -14,6 +14,7 @@ from jaxspec.config.quantization import (
     Fp8Form,
     Int4Form,
     form_while_loading,
+    forms,
     read_quantization,
     settled_quantize,
     with_form,
@@ -388,3 +389,29 @@ def test_a_pattern_that_takes_too_long_is_one_sentence() -> None:
 def test_what_is_not_implemented_is_one_sentence(message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         read(REFUSED[message])
+
+
+def test_all_lists_of_ignored_names_count() -> None:
+    config = quantized.DEEPSEEK_FP8 | {"modules_to_not_convert": [], "ignored_layers": ["fc"]}
+    assert read(config).form_of("fc") is None
+    config["modules_to_not_convert"] = ["model.layers.3.mlp.gate_proj"]
+    assert read(config).form_of("fc") is None
+    assert read(config).form_of("model.layers.3.mlp.gate_proj") is None
+    assert read(config).form_of("model.layers.3.mlp.up_proj") is not None
+
+
+def test_the_rules_are_tried_once_for_a_module(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tables ask for each module several times, and some models have a hundred rules."""
+    found, tried = read(quantized.DEEPSEEK_FP8), []
+    match = forms._match_any
+
+    def note(pattern: str, names: tuple[str, ...]) -> bool:
+        tried.append(names)
+        return match(pattern, names)
+
+    monkeypatch.setattr(forms, "_match_any", note)
+    first = found.form_of("model.layers.0.mlp.up_proj")
+    times = len(tried)
+    assert times and found.form_of("model.layers.0.mlp.up_proj") == first
+    assert len(tried) == times
+    assert found == read(quantized.DEEPSEEK_FP8)  # which knows no module yet

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AbstractMesh
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
 from jaxspec import models
 from jaxspec.config import ConfigError, SpeculativeConfig
@@ -436,12 +436,45 @@ def test_scales_of_a_head_are_looked_up_by_its_tables_names(source: Path, tmp_pa
     assert found["layers"][0]["down_proj"].scales.dtype == jnp.float16
 
 
+@pytest.mark.parametrize("rule", ["midlayer.mlp.down_proj", "layers.0.mlp.down_proj"])
+def test_rules_of_a_head_name_its_modules_as_its_file_or_its_table(
+    rule: str, source: Path, tmp_path: Path
+) -> None:
+    head = quantized.four_bit_head(tmp_path, "int4", method="eagle3")
+    plain = load_file(quantized.eagle3_head(tmp_path / "plain") / "model.safetensors")
+    module = "layers.0.mlp.down_proj"
+    tensors = {n: a for n, a in quantized.tensors_of(head).items() if not n.startswith(module)}
+    tensors[f"{module}.weight"] = plain[f"{module}.weight"]
+    tensors = {n.replace("layers.0.", "midlayer."): a for n, a in tensors.items()}
+    save_file(tensors, head / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((head / "config.json").read_text())
+    config["quantization_config"]["ignore"] = ["lm_head", rule]
+    (head / "config.json").write_text(json.dumps(config))
+    settings = SpeculativeConfig(str(head), "eagle3")
+    _, found = load_draft(head, *load_target(source, jnp.float32), settings, jnp.float32)
+    layer = found["layers"][0]
+    assert layer["down_proj"].values.dtype == jnp.float32
+    assert layer["self_attn"]["o_proj"].words.dtype == jnp.int32
+
+
 def test_scales_of_several_dtypes_are_not_rounded(source: Path, tmp_path: Path) -> None:
     out = quantized.with_dtype(quantized.awq(source, tmp_path / "out"), "bfloat16")
     name = "model.layers.1.mlp.down_proj.scales"
     rewrite(out, lambda tensors: tensors.update({name: tensors[name].astype(np.float32)}))
     with pytest.raises(ConfigError, match="scales in config.json's dtype bfloat16, got float16"):
         load_target(out, jnp.float32)
+
+
+def test_a_layer_with_one_of_both_scales_is_named(source: Path, tmp_path: Path) -> None:
+    folder = convert_checkpoint(source, tmp_path / "fp8", "fp8")
+    quantized.with_kv_scales(folder, "tensor", 0.25)
+    name = "model.layers.1.self_attn.v_scale"
+    rewrite(folder, lambda tensors: tensors.pop(name))
+    with pytest.raises(ConfigError, match=f"1 missing: {name}"):
+        load_target(folder, jnp.float32)
+    rewrite(folder, lambda tensors: tensors.pop(name.replace("v_scale", "k_scale")))
+    _, params = load_target(folder, jnp.float32)
+    assert [float(layer["self_attn"]["v_scale"][0]) for layer in params["layers"]] == [0.5, 1.0]
 
 
 @pytest.mark.parametrize(

@@ -142,6 +142,24 @@ def test_experts_that_a_format_does_not_take_keep_their_weights(
     assert experts["gate_up"].group == 128 and experts["down"].values.dtype == jnp.float32
 
 
+@pytest.mark.parametrize("format", FROM_FLOATS)
+def test_experts_of_a_module_that_is_not_read_stay_alone(format: Any, tmp_path: Path) -> None:
+    """A module of multi-token prediction has experts too, behind the last layer's."""
+    config = quantized.LATENT | {"num_nextn_predict_layers": 1}
+    source = quantized.random_checkpoint(tmp_path / "source", config)
+    tensors = load_file(source / "model.safetensors")
+    behind = {n.replace("layers.1.", "layers.2."): a for n, a in tensors.items() if "s.1." in n}
+    save_file(tensors | behind, source / "model.safetensors", metadata={"format": "pt"})
+    out = convert_checkpoint(source, tmp_path / "out", format)
+    _, params = load_target(out, jnp.float32)
+    _, loaded = load_target(source, jnp.float32, quantize=format)
+    jax.tree.map(np.testing.assert_array_equal, loaded, params)
+    found = read_quantization(json.loads((out / "config.json").read_text()))
+    assert found is not None
+    forms = [found.form_of(f"model.layers.{i}.mlp.experts.3.up_proj") for i in (1, 2)]
+    assert forms[0] is not None and forms[1] is None
+
+
 def test_scales_of_four_bits_have_the_weights_dtype(source: Path, tmp_path: Path) -> None:
     quantized.with_dtype(quantized.in_bfloat16(source, tmp_path / "bf16"), "bfloat16")
     out = convert_checkpoint(tmp_path / "bf16", tmp_path / "out", "int4", group_size=64)
@@ -162,6 +180,13 @@ def test_what_cannot_be_converted_is_one_sentence(source: Path, tmp_path: Path) 
     for format, hint in (("int4", "; a group_size of 64 fits"), ("fp8-block", "$")):
         with pytest.raises(ConfigError, match=f"in multiples of 128, got 192{hint}"):
             convert_checkpoint(odd, tmp_path / "out", format)  # type: ignore[arg-type]
+    # What loading would refuse, whatever the size of groups.
+    odd = quantized.plain_checkpoint(tmp_path / "odder", quantized.NARROW | {"hidden_size": 96})
+    for size in (None, 32):
+        with pytest.raises(
+            ConfigError, match="columns in 64s and rows in 16s for 4-bit weights, got 96"
+        ):
+            convert_checkpoint(odd, tmp_path / "out", "int4", group_size=size)
     assert not (tmp_path / "out").exists()
 
 
@@ -177,6 +202,20 @@ def test_scales_beyond_the_configs_dtype_are_named(source: Path, tmp_path: Path)
     assert not (tmp_path / "out").exists()
     with pytest.raises(ConfigError, match=f"{DOWN}: expected finite numbers, got infinity in 1"):
         load_target(folder, jnp.float32, quantize="int4")
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.uint8, np.bool_, quantized.FP8])
+def test_weights_that_are_no_floats_are_not_quantised(
+    dtype: Any, source: Path, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(source, tmp_path / "source")
+    tensors = quantized.tensors_of(folder)
+    tensors[DOWN] = tensors[DOWN].astype(dtype)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    name = np.dtype(dtype).name
+    for form in ("fp8", "int4"):
+        with pytest.raises(ConfigError, match=rf"{DOWN}: expected plain weights .*, got {name}"):
+            load_target(folder, jnp.float32, quantize=form)
 
 
 @pytest.mark.parametrize("model_type", ["gpt_oss", "llama4_text"])

@@ -16,10 +16,12 @@ import pytest
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
+from jaxspec import drafts, models
 from jaxspec.commands import convert
 from jaxspec.config import ConfigError, SpeculativeConfig
 from jaxspec.drafts import DFlashConfig, DSparkConfig
-from jaxspec.layers.params import init_random
+from jaxspec.drafts.eagle_llama4 import EagleLlama4Config
+from jaxspec.layers.params import init_random, is_spec
 from jaxspec.loading.checkpoint import open_checkpoint
 from jaxspec.loading.fp8 import with_scales
 from jaxspec.loading.head_conversion import convert_head
@@ -29,6 +31,7 @@ from jaxspec.tools.benchmark.dimensions import MODELS
 from jaxspec.training.checkpoint import Verifier, save_draft
 from jaxspec.training.trained import trained_specs
 from tests.commands.conftest import runner
+from tests.support.families import family_config, family_model
 from tests.support.tiny import VOCAB, block_config, tiny_model
 
 run = runner(convert.main)
@@ -241,3 +244,28 @@ def test_weights_that_are_not_finite_are_refused(head: Path, tmp_path: Path) -> 
     with pytest.raises(ConfigError, match=r"fc.weight: expected finite numbers, got NaN in 1 of"):
         convert_head(broken, tmp_path / "out", "fp8-block")
     assert sorted(tmp_path.iterdir()) == [broken]
+
+
+def test_a_head_of_llama_4_is_plain_again(tmp_path: Path) -> None:
+    """A target of this family refuses codes, and its head is one of its layers."""
+    model = family_model("llama4_text", "eagle_llama4")
+    one = {"num_hidden_layers": 1, "no_rope_layers": [1], "moe_layers": []}
+    config = family_config("llama4_text") | one
+    layer: Any = models.config_from_hf(config)
+    cfg = EagleLlama4Config(layer, own_embedding=False, tied_lm_head=False)
+    rng = np.random.default_rng(3)
+    specs = jax.tree.leaves(drafts.family(cfg).param_specs(cfg), is_leaf=is_spec)
+    shapes = {name: shape for spec in specs for name, shape in spec.tensors.items()}
+    tensors = {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
+    source = tmp_path / "head"
+    source.mkdir()
+    save_file(tensors, source / "model.safetensors")
+    (source / "config.json").write_text(json.dumps(config))
+    convert_head(source, tmp_path / "fp8", "fp8-block")
+    assert "F8_E4M3" in dtypes(tmp_path / "fp8").values()
+    settings = SpeculativeConfig(method="eagle")
+    target = model.target, model.params["target"]
+    plain_cfg, plain = load_draft(source, *target, settings, jnp.float32)
+    fp8_cfg, params = load_draft(tmp_path / "fp8", *target, settings, jnp.float32)
+    assert fp8_cfg == plain_cfg == cfg
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1 / 16, 0.02), params, plain)

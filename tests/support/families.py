@@ -93,10 +93,15 @@ PAIRS = (
 )
 
 
+def family_config(model_type: str) -> dict[str, Any]:
+    """Return the config.json of a tiny model of any family."""
+    return {"model_type": model_type, **_COMMON, **TARGETS.get(model_type, {})}
+
+
 def target_config(model_type: str, vocab: int = VOCAB, **changes: Any) -> Any:
     """Return a tiny config of any family; changes: of its config.json."""
-    config = {**_COMMON, **TARGETS.get(model_type, {}), "vocab_size": vocab, **changes}
-    return models.config_from_hf({"model_type": model_type, **config})
+    config = family_config(model_type) | {"vocab_size": vocab, **changes}
+    return models.config_from_hf(config)
 
 
 @cache

@@ -9,10 +9,10 @@ from typing import Any
 from jaxspec.config.quantization.forms import (
     GROUPS,
     KEPT,
-    Form,
     Int4Form,
     Quantization,
     expect,
+    left_plain,
     read_names,
     scale_dtype_of,
 )
@@ -33,7 +33,6 @@ def read(settings: Mapping[str, Any]) -> Quantization:
         source="awq",
         scale_dtype=scale_dtype_of(settings),
     )
-    kept: list[tuple[str, Form | None]] = [
-        (rf".*{re.escape(part)}", None) for part in read_names(settings, "modules_to_not_convert")
-    ]
+    names = read_names(settings, "modules_to_not_convert")
+    kept = left_plain(names, lambda part: rf".*{re.escape(part)}")
     return Quantization((*kept, *KEPT, (".*", form)))

@@ -18,6 +18,7 @@ from jaxspec.config.quantization.forms import (
     checked_pattern,
     exactly,
     expect,
+    left_plain,
     read_names,
     scale_dtype_of,
 )
@@ -43,9 +44,7 @@ def read(settings: Mapping[str, Any]) -> Quantization:
     for key in ("sparsity_config", "transform_config"):
         if settings.get(key) and not _is_dense(settings, key):
             raise ConfigError(f"quantization_config: expected no {key}, got {shown(settings[key])}")
-    rules: list[tuple[str, Form | None]] = [
-        (_pattern(name, "ignore"), None) for name in read_names(settings, "ignore")
-    ]
+    ignored = left_plain(read_names(settings, "ignore"), lambda name: _pattern(name, "ignore"))
     # As compressed-tensors writes: of groups with the same target, the last counts.
     by_class: dict[str, Form | None] = {}
     named: dict[str, Form | None] = {}
@@ -69,7 +68,7 @@ def read(settings: Mapping[str, Any]) -> Quantization:
     kv_scales = ("k_scale", "v_scale") if scheme else ()
     # Regular expressions count in the order of their letters, not of their groups.
     targets = (*named.items(), *sorted(matched.items(), key=itemgetter(0)), *by_class.items())
-    return Quantization((*rules, *targets), kv_scales, per_head, has_fp8_caches=bool(scheme))
+    return Quantization((*ignored, *targets), kv_scales, per_head, has_fp8_caches=bool(scheme))
 
 
 def _is_dense(settings: Mapping[str, Any], key: str) -> bool:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import product
 from typing import Any, Literal, TypeVar, cast, get_args
 
@@ -16,6 +16,7 @@ from jaxspec.config.reading import ConfigError, is_positive_int, shown
 Config = TypeVar("Config")
 BLOCK = 128  # rows and columns that share a scale, and activations that do
 GROUPS = (32, 64, 128)  # sizes of groups of 4-bit weights
+SIMPLE = re.compile(r"[\w.-]+")  # names that are regular expressions without repetition
 LONGEST_PATTERN = 500
 MATCH_SECONDS = 1.0  # nested stars can take a time exponential in a name's length
 SCALE_DTYPES = ("bfloat16", "float16", "float32")
@@ -71,6 +72,7 @@ class Int4Form:
 
 
 Form = Fp8Form | Int4Form
+Rule = tuple[str, Form | None]
 
 
 @dataclass(frozen=True)
@@ -85,17 +87,25 @@ class Quantization:
     has_fp8_caches:     whether keys and values are in fp8 unless a caller says otherwise
     """
 
-    rules: tuple[tuple[str, Form | None], ...]
+    rules: tuple[Rule, ...]
     kv_scales: tuple[str, ...] = ()
     kv_scales_per_head: bool = False
     has_fp8_caches: bool = False
 
-    def form_of(self, module: str) -> Form | None:
-        """Return the form of a module, None for plain weights."""
-        for pattern, form in self.rules:
-            if _matches(pattern, module):
-                return form
-        return None
+    def form_of(self, *names: str) -> Form | None:
+        """Return the form of a module, None for plain weights.
+
+        names: of the module; a rule may match any
+        """
+        if names not in self._known:
+            matches = (form for pattern, form in self.rules if _match_any(pattern, names))
+            self._known[names] = next(matches, None)
+        return self._known[names]
+
+    @cached_property
+    def _known(self) -> dict[tuple[str, ...], Form | None]:
+        """Forms by names: a model with many experts and rules has millions of pairs."""
+        return {}
 
     @property
     def forms(self) -> tuple[Form, ...]:
@@ -136,7 +146,7 @@ FROM_FLOATS: dict[Quantize, Form] = {
 
 # The head, routers, and the projection before a module of multi-token prediction: no published
 # format quantises them unless its config says so.
-KEPT: tuple[tuple[str, Form | None], ...] = (
+KEPT: tuple[Rule, ...] = (
     (r"lm_head\Z", None),
     (r".*\.(gate|router|eh_proj|input_proj)\Z", None),
 )
@@ -170,6 +180,18 @@ def settled_quantize(key: str, value: object) -> Quantize | OwnMethod | None:
     return cast("Quantize | OwnMethod | None", named)
 
 
+def left_plain(names: Sequence[str], pattern_of: Callable[[str], str]) -> tuple[Rule, ...]:
+    """Return the rules of modules that stay plain.
+
+    Names without special characters have one rule: a call of the matcher takes longer than a name,
+    and a mixture of experts has tens of thousands of modules.
+    """
+    simple = [pattern_of(name) for name in names if SIMPLE.fullmatch(name)]
+    others = [pattern_of(name) for name in names if not SIMPLE.fullmatch(name)]
+    joined = ["|".join(f"(?:{pattern})" for pattern in simple)] if simple else []
+    return tuple((pattern, None) for pattern in (*joined, *others))
+
+
 def exactly(name: str) -> str:
     """Return the pattern of one module."""
     return re.escape(name) + r"\Z"
@@ -190,16 +212,18 @@ def checked_pattern(pattern: str, key: str) -> str:
 
 
 def read_names(settings: Mapping[str, Any], *keys: str) -> Sequence[str]:
-    """Return the list of names under the first of these keys that is there."""
+    """Return the names under all of these keys."""
+    found: dict[str, None] = {}
     for key in keys:
         names = settings.get(key)
-        if names is not None:
-            if not isinstance(names, list | tuple) or not all(isinstance(n, str) for n in names):
-                raise ConfigError(
-                    f"quantization_config.{key}: expected a list of names, got {shown(names)}"
-                )
-            return names
-    return ()
+        if names is None:
+            continue
+        if not isinstance(names, list | tuple) or not all(isinstance(n, str) for n in names):
+            raise ConfigError(
+                f"quantization_config.{key}: expected a list of names, got {shown(names)}"
+            )
+        found |= dict.fromkeys(names)
+    return list(found)
 
 
 def expect(settings: Mapping[str, Any], key: str, *values: object, where: str = "") -> Any:
@@ -241,17 +265,18 @@ def scale_dtype_of(config: Mapping[str, Any]) -> str:
     return dtype if dtype in SCALE_DTYPES else "float32"
 
 
-def _matches(pattern: str, module: str) -> bool:
-    """Return whether a module's name begins with a match; ConfigError if that takes too long."""
+def _match_any(pattern: str, names: tuple[str, ...]) -> bool:
+    """Return whether one of the names begins with a match; ConfigError if that takes too long."""
+    match = _compiled(pattern).match
     try:
-        return _compiled(pattern).match(module, timeout=MATCH_SECONDS) is not None
+        return any(match(name, timeout=MATCH_SECONDS) is not None for name in names)
     except TimeoutError as e:
         raise ConfigError(
             "quantization_config: expected regular expressions that match within "
-            f"{MATCH_SECONDS:g} s, got {shown(pattern)} for {module}"
+            f"{MATCH_SECONDS:g} s, got {shown(pattern)} for {' or '.join(names)}"
         ) from e
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=65_536)
 def _compiled(pattern: str) -> regex.Pattern[str]:
     return regex.compile(pattern)

@@ -15,6 +15,7 @@ from jaxspec.config.quantization.forms import (
     block_sizes,
     checked_pattern,
     expect,
+    left_plain,
     read_names,
 )
 from jaxspec.config.reading import ConfigError, shown
@@ -51,7 +52,8 @@ def read(settings: Mapping[str, Any]) -> Quantization:
             )
         form = Fp8Form("block", "block", "fp8")
     keys = ("modules_to_not_convert", "ignored_layers")
-    ignored = [(_pattern(name, " or ".join(keys)), None) for name in read_names(settings, *keys)]
+    names = read_names(settings, *keys)
+    ignored = left_plain(names, lambda name: _pattern(name, " or ".join(keys)))
     # AutoFP8 and Quark; others leave it out. vLLM does not read it: caches are in fp8 on request.
     kv_scheme = expect(settings, "kv_cache_scheme", "static", None)
     kv_scales = ("k_scale", "v_scale") if kv_scheme else ()
@@ -61,4 +63,6 @@ def read(settings: Mapping[str, Any]) -> Quantization:
 def _pattern(name: str, key: str) -> str:
     """Return the pattern of the modules that a name, or a regular expression, stands for."""
     checked_pattern(name, key)  # its message shows the name as it is
-    return checked_pattern(rf"(?:{name}){BOUNDARY}|.*{re.escape(name)}\Z", key)
+    # Possessive, since `.*` would try each place of the name.
+    ends = rf".*+(?<={re.escape(name)})\Z"
+    return checked_pattern(rf"(?:{name}){BOUNDARY}|{ends}", key)

@@ -12,6 +12,7 @@ from jaxspec.config.quantization.forms import (
     check_fp8_scheme,
     checked_pattern,
     expect,
+    left_plain,
     read_names,
 )
 from jaxspec.config.reading import read_object
@@ -35,9 +36,9 @@ def read(settings: Mapping[str, Any]) -> Quantization:
     plain = (None,) if has_scales else ()
     algorithm = expect(settings, "quant_algo", *ALGORITHMS, *plain)
     form = None if algorithm is None else ALGORITHMS[algorithm]
-    excluded = [
-        (checked_pattern(fnmatch.translate(name), "exclude_modules"), None)
-        for name in read_names(settings, "exclude_modules", "ignore")
-    ]
+    excluded = left_plain(
+        read_names(settings, "exclude_modules", "ignore"),
+        lambda name: checked_pattern(fnmatch.translate(name), "exclude_modules"),
+    )
     kv_scales = ("k_proj.k_scale", "v_proj.v_scale") if has_scales else ()
     return Quantization((*excluded, (".*", form)), kv_scales, has_fp8_caches=has_scales)

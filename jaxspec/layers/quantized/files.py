@@ -73,6 +73,11 @@ def read(
     ConfigError for dtypes and values that the format does not have.
     """
     if form.source == "floats":
+        if arrays[0].dtype.name not in SCALE_DTYPES:
+            raise ConfigError(
+                f"{module}.weight: expected plain weights ({' or '.join(SCALE_DTYPES)}) to "
+                f"quantise, got {arrays[0].dtype}"
+            )
         return _rounded(form, part, arrays[0])
     for name, array in zip(tensors(form, part, module, shape), arrays, strict=True):
         kinds = DTYPES[name.rpartition(".")[2]]

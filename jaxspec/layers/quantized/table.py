@@ -243,6 +243,8 @@ def _with_fitting_groups(quantization: Quantization, table: Params) -> Quantizat
 
     Those of a checkpoint stay as they are.
     """
+    if not any(isinstance(f, Int4Form) and f.source == "floats" for f in quantization.forms):
+        return quantization
     entries = jax.tree.leaves(table, is_leaf=lambda x: isinstance(x, Weight) or is_spec(x))
     specs = [entry.spec for entry in entries if isinstance(entry, Weight)]
     depths = [
@@ -254,7 +256,7 @@ def _with_fitting_groups(quantization: Quantization, table: Params) -> Quantizat
     fitting = [size for size in GROUPS if not any(depth % size for depth in depths)]
 
     def fit(form: Form | None) -> Form | None:
-        if not isinstance(form, Int4Form) or form.source != "floats" or not fitting:
+        if not isinstance(form, Int4Form) or not fitting:
             return form
         return replace(form, group_size=fitting[-1])
 
@@ -454,16 +456,21 @@ def _fp8(base: ParamSpec, form: Fp8Form) -> Fp8Weight:
     return Fp8Weight(codes, scales, given, activation=form.activation)
 
 
+def check_int4_shape(name: str, depth: int, *widths: int) -> None:
+    """Raise ConfigError unless matrices [in, out] have whole units of 4-bit codes."""
+    if depth % DEPTHS or any(width % COLUMNS for width in widths):
+        raise ConfigError(
+            f"{name}: expected columns in {DEPTHS}s and rows in {COLUMNS}s for 4-bit weights, "
+            f"got {depth} columns and {', '.join(map(str, widths))} rows"
+        )
+
+
 def _int4(base: ParamSpec, form: Int4Form) -> Int4Weight:
     *lead, depth, width = base.shape
     *_, of_depth, of_width = base.axes
     n = len(lead)  # 1 of experts, else 0
     parts = base.parts if isinstance(base, JoinedSpec) else (base,)
-    if depth % DEPTHS or any(part.shape[-1] % COLUMNS for part in parts):
-        raise ConfigError(
-            f"{base.name}: expected columns in {DEPTHS}s and rows in {COLUMNS}s for 4-bit weights, "
-            f"got {depth} columns and {', '.join(str(part.shape[-1]) for part in parts)} rows"
-        )
+    check_int4_shape(base.name, depth, *(part.shape[-1] for part in parts))
 
     spec = partial(_part, base, form)
     words = spec(
