@@ -34,6 +34,8 @@ from tests.support.tiny import (
 )
 from tests.support.toys import toy_config
 
+pytestmark = pytest.mark.once
+
 K = 3
 # Of a toy draft that is accepted half of the time, so that each request has its own number.
 THRESHOLDS = (0, 620, 700)
@@ -56,7 +58,6 @@ def adaptive_config(rule: str) -> Any:
     return toy_config(trials.V, K, rule, adaptive=True, limits_drafts=True)
 
 
-@pytest.mark.once
 @pytest.mark.optimised
 @pytest.mark.usefixtures("toy_families")
 @pytest.mark.parametrize(
@@ -76,7 +77,6 @@ def test_text_follows_the_target_over_several_rounds(rule: str, size: int) -> No
     assert {int(n) for n in np.unique(played.counts[3])} == {1, 2, 3, 4}, "the numbers differ"
 
 
-@pytest.mark.once
 @pytest.mark.optimised
 @pytest.mark.usefixtures("toy_families")
 @pytest.mark.parametrize("rule", ["probabilistic", slow("block")])
@@ -104,7 +104,6 @@ CASES = [(method, k) for method in ("eagle", "eagle3", "dspark") for k in range(
 USUAL = [("eagle", 5), ("eagle3", 3), ("dspark", 16)]
 
 
-@pytest.mark.once
 @pytest.mark.parametrize(("method", "k"), slow_unless(USUAL, CASES))
 def test_greedy_text_equals_plain_text(method: str, k: int) -> None:
     """Unequal prompts and ends; later drafts need more acceptance."""
@@ -198,7 +197,6 @@ def test_the_k_of_a_round_changes_no_sampled_text_and_the_host_repeats_the_estim
     assert texts[0] == texts[1]
 
 
-@pytest.mark.once
 def test_estimates_fade_and_numbers_follow_the_thresholds() -> None:
     estimate = adaptive.Estimate(*(np.full(2, count, np.int32) for count in adaptive.PRIOR))
     thresholds = np.asarray([[0, 512, 900]] * 2, np.int32)
@@ -212,7 +210,6 @@ def test_estimates_fade_and_numbers_follow_the_thresholds() -> None:
     assert adaptive.num_worthwhile(estimate, thresholds).tolist() == [2, 2]
 
 
-@pytest.mark.once
 def test_rounds_without_drafts_leave_the_estimate() -> None:
     before = adaptive.Estimate(*(np.full(2, count, np.int32) for count in adaptive.PRIOR))
     none = np.zeros(2, np.int32)
@@ -222,7 +219,6 @@ def test_rounds_without_drafts_leave_the_estimate() -> None:
     np.testing.assert_array_equal(after, before)
 
 
-@pytest.mark.once
 def test_a_head_that_does_not_pay_is_tried_again_when_its_rejections_are_forgotten() -> None:
     estimate = adaptive.Estimate(*(np.full(2, count, np.int32) for count in adaptive.PRIOR))
     drafts, half = np.asarray([3, 3], np.int32), np.full(2, 512, np.int32)

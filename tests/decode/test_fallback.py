@@ -43,6 +43,8 @@ from tests.support.tiny import (
     start,
 )
 
+pytestmark = pytest.mark.once
+
 K = 3
 
 
@@ -78,7 +80,6 @@ def statistic(
     return chi_square(counts, expected / expected.sum()), numbers_accepted(rounds), shares
 
 
-@pytest.mark.once
 @pytest.mark.parametrize(
     ("rule", "batches"), [("probabilistic", 3), slow("block", 3), slow("probabilistic", 12)]
 )
@@ -91,7 +92,6 @@ def test_text_follows_the_target_jointly_over_rounds(rule: str, batches: int) ->
 FAULTS = {"the head's logits": 28, "a look at the drafts": 32}
 
 
-@pytest.mark.once
 @pytest.mark.parametrize("fault", FAULTS)
 def test_faults_bias_the_text(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Looked-up drafts that are judged by the head's logits; slots whose head drafts an even token
@@ -125,7 +125,6 @@ def biases(rule: str, chain: str) -> list[Any]:
     return found if within_limit(*joint) else [*found, joint]
 
 
-@pytest.mark.once
 @pytest.mark.usefixtures("toy_families")
 @pytest.mark.parametrize(
     ("rule", "chain"),
@@ -135,7 +134,6 @@ def test_every_position_follows_the_target(rule: str, chain: str) -> None:
     assert not biases(rule, chain)
 
 
-@pytest.mark.once
 @pytest.mark.usefixtures("toy_families")
 def test_a_choice_that_looks_at_the_drafts_that_are_judged_biases_the_text(
     monkeypatch: pytest.MonkeyPatch,

@@ -18,6 +18,8 @@ from jaxspec.tools.benchmark.dimensions import MODELS
 from pallas_kernels import hopper
 from tests.support.tiny import tiny_model
 
+pytestmark = pytest.mark.once
+
 SEEN: list[str | None] = []
 
 

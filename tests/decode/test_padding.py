@@ -23,6 +23,8 @@ from tests.support.tiny import (
     start,
 )
 
+pytestmark = pytest.mark.once
+
 LENGTHS, K = (5, 9, 1), 3
 TEMPERATURES = (0.0, 1.0, 0.8)
 

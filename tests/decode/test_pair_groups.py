@@ -18,6 +18,8 @@ from jaxspec.training.target import greedy_tokens, target_states
 from tests.support.families import family_model
 from tests.support.tiny import Model, random_prompts
 
+pytestmark = pytest.mark.once
+
 LENGTH, PROMPT = 20, random_prompts([11])[0]  # past the window of 5, past several blocks
 FAMILIES = (("gpt_oss", "eagle", 7), ("llama4_text", "eagle_llama4", None))
 

@@ -30,6 +30,8 @@ from tests.support.tiny import (
     start,
 )
 
+pytestmark = pytest.mark.once
+
 # --- who takes part
 # --------------------------------------------------------------------------------------------------
 
@@ -39,7 +41,6 @@ def shared(wanted: list[int], waited: list[int], rows: int, budget: int) -> Shar
     return jax.tree.map(np.asarray, share)
 
 
-@pytest.mark.once
 def test_requests_take_part_in_the_order_of_their_waiting_until_the_rows_are_taken() -> None:
     share = shared([4, 1, 0, 3, 2], [0, 2, 5, 0, 1], rows=4, budget=8)
     assert share.num_rows.tolist() == [4, 1, 0, 0, 2]
@@ -63,7 +64,6 @@ def test_flat_rows_are_each_real_row_once_then_masked_ones(seed: int) -> None:
     assert index[place].tolist() == list(range(budget))
 
 
-@pytest.mark.once
 def test_no_request_waits_forever() -> None:
     """Seven that want all rows, of which three fit: each takes part every third round at least."""
     waited, served = jnp.zeros(7, jnp.int32), np.zeros(7, int)
@@ -145,7 +145,6 @@ def test_texts_are_those_without_a_budget(method: str, K: int, budget: int, rule
     assert found == expected
 
 
-@pytest.mark.once
 def test_logits_of_flat_rows_may_be_judged_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of two requests each."""
     model, K = model_of("eagle3"), 2
@@ -158,7 +157,6 @@ def test_logits_of_flat_rows_may_be_judged_in_pieces(monkeypatch: pytest.MonkeyP
     assert found == expected
 
 
-@pytest.mark.once
 @pytest.mark.parametrize(
     ("target", "method"),
     [
@@ -205,14 +203,12 @@ def statistic(model: Model, rule: str, budget: int, batches: int) -> tuple[float
     return chi_square(counts, expected / expected.sum())
 
 
-@pytest.mark.once
 @pytest.mark.parametrize("rule", ["probabilistic", slow("block")])
 def test_text_follows_the_target_where_requests_of_uneven_drafts_wait(rule: str) -> None:
     found = statistic(small_model("dspark", 0.3), rule, budget=2_000, batches=3)
     assert within_limit(*found), found
 
 
-@pytest.mark.once
 def test_drafts_that_are_cut_by_a_look_at_themselves_bias_the_output(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

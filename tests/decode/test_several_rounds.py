@@ -30,6 +30,8 @@ from tests.support.slow import slow_unless
 from tests.support.tiny import agreeing_model, block_tables, random_prompts, sampling_state, start
 from tests.support.toys import ToyDraft, ToyTarget
 
+pytestmark = pytest.mark.once
+
 LENGTHS, K, R = (5, 9, 1), 3, 4
 V, LIMIT = 32, 48
 

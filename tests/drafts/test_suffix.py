@@ -17,6 +17,8 @@ from tests.support.slow import slow
 from tests.support.statistics import within_limit
 from tests.support.tiny import VOCAB, agreeing_model, random_prompts
 
+pytestmark = pytest.mark.once
+
 MODEL = agreeing_model("eagle")  # its target alone
 
 

@@ -308,7 +308,7 @@ def test_what_the_kernel_cannot_multiply_it_says() -> None:
 
 
 @needs_mosaic
-@pytest.mark.parametrize("rows", [3, 20])
+@pytest.mark.parametrize("rows", [3, pytest.param(20, marks=pytest.mark.slow)])
 def test_steps_hold_whole_groups_or_parts_of_one(rows: int) -> None:
     """Groups of 192, which steps of 128 would cut."""
     inputs = make_inputs(Shape(rows, 3, 2, 384, 64, codes="int4 zeros"), seed=1)
