@@ -1,8 +1,11 @@
-"""Show the effect of draft logits that the drafts were not drawn from (docs/acceptance.md).
+"""Show the effect of draft logits that the drafts were not drawn from.
+
+docs/notes/wrong-draft-logits.md has the results.
 
 python scripts/experiment_draft_logits.py                            # a tiny random model
 python scripts/experiment_draft_logits.py --dataset mt_bench.jsonl   # and SmolLM2 with its head
-python scripts/experiment_draft_logits.py --from-json tiny.json --markdown docs/acceptance.md
+python scripts/experiment_draft_logits.py --from-json tiny.json \\
+    --markdown docs/notes/wrong-draft-logits.md
 
 The probabilities of the tiny model are exact. The rounds are the real propose and verify. Between
 them this script replaces the logits of steps 1 and on: by zeros, or by those of the last round.

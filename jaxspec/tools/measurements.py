@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -175,21 +175,19 @@ def _machine(record: Record) -> str:
 def rounds_table(sources: Sequence[Source]) -> str:
     """Return rounds and plain steps on one device, without prefill, beside their floors."""
     headings = ("case", "T", "ms", "floor, ms", "floor / time")
-    rows = []
+    rows = {}
     for point, timing in merged(s.timings for s in sources).items():
         if point.devices > 1:
             continue
         floor = timing.floor_seconds
-        rows.append(
-            (
-                f"{point.model}, {point.step}, batch {point.batch}",
-                f"{point.temperature:g}",
-                milliseconds(timing.seconds),
-                milliseconds(floor),
-                "-" if floor is None else f"{floor / timing.seconds:.2f}",
-            )
+        rows[point] = (
+            f"{point.model}, {point.step}, batch {point.batch}",
+            f"{point.temperature:g}",
+            milliseconds(timing.seconds),
+            milliseconds(floor),
+            "-" if floor is None else f"{floor / timing.seconds:.2f}",
         )
-    return "\n".join((*descriptions(sources), "", *markdown(headings, rows)))
+    return table(sources, headings, rows)
 
 
 def load_table(sources: Sequence[Source]) -> str:
@@ -204,47 +202,45 @@ def load_table(sources: Sequence[Source]) -> str:
         "vLLM 0.24, ms",
         "vLLM, tokens/s",
         "ms, vLLM / jaxspec",
+        "tokens/s, jaxspec / vLLM",
     )
-    rows = []
+    rows = {}
     for point, timing in ours.items():
         server = theirs.get(point)
         plain = " (plain)" if point.step == PLAIN else ""
-        rows.append(
-            (
-                f"{point.model}, {point.batch}{plain}",
-                f"{point.input_len:,}",
-                f"{point.temperature:g}",
-                milliseconds(timing.seconds),
-                rate(timing),
-                milliseconds(server.seconds if server else None),
-                rate(server),
-                ratio(server, timing),
-            )
+        rows[point] = (
+            f"{point.model}, {point.batch}{plain}",
+            f"{point.input_len:,}",
+            f"{point.temperature:g}",
+            milliseconds(timing.seconds),
+            rate(timing),
+            milliseconds(server.seconds if server else None),
+            rate(server),
+            ratio(server, timing),
+            rate_ratio(timing, server),
         )
-    return "\n".join((*descriptions(sources), "", *markdown(headings, rows)))
+    return table(sources, headings, rows)
 
 
 def devices_table(sources: Sequence[Source]) -> str:
     """Return rounds and plain steps on several devices beside those on one."""
     ours = merged(s.timings for s in sources)
     headings = ("case", "T", "devices", "ms", "ms on one", "ratio", "floor / time")
-    rows = []
+    rows = {}
     for point, timing in ours.items():
         if point.devices == 1:
             continue
         floor, one = timing.floor_seconds, ours.get(point.on_one_device)
-        rows.append(
-            (
-                f"{point.model}, {point.step}, batch {point.batch}",
-                f"{point.temperature:g}",
-                f"{point.devices}{', whole experts' if point.whole_experts else ''}",
-                milliseconds(timing.seconds),
-                milliseconds(one.seconds if one else None),
-                "-" if one is None else f"{timing.seconds / one.seconds:.3f}",
-                "-" if floor is None else f"{floor / timing.seconds:.2f}",
-            )
+        rows[point] = (
+            f"{point.model}, {point.step}, batch {point.batch}",
+            f"{point.temperature:g}",
+            f"{point.devices}{', whole experts' if point.whole_experts else ''}",
+            milliseconds(timing.seconds),
+            milliseconds(one.seconds if one else None),
+            "-" if one is None else f"{timing.seconds / one.seconds:.3f}",
+            "-" if floor is None else f"{floor / timing.seconds:.2f}",
         )
-    return "\n".join((*descriptions(sources), "", *markdown(headings, rows)))
+    return table(sources, headings, rows)
 
 
 TABLES: dict[str, Callable[[Sequence[Source]], str]] = {
@@ -276,15 +272,26 @@ def merged(timings: Iterable[Timings]) -> Timings:
     return {point: found[point] for point in sorted(found, key=place)}
 
 
-def descriptions(sources: Sequence[Source]) -> list[str]:
-    """Return a line for each run, with the models that it adds to the table."""
-    models: dict[str, set[str]] = {}
-    seen: set[Point] = set()
+def table(
+    sources: Sequence[Source], headings: Sequence[str], rows: Mapping[Point, Sequence[str]]
+) -> str:
+    """Return a line for each run, with the models that it adds, and the table below.
+
+    Of several runs, a last column has the number of each row's.
+    """
+    run_of: dict[Point, str] = {}
     for source in sources:
-        if added := {p.model for p in source.timings.keys() - seen}:
-            models.setdefault(source.description, set()).update(added)
-        seen |= source.timings.keys()
-    return [f"- {', '.join(sorted(names))}: {run}" for run, names in models.items()]
+        run_of = dict.fromkeys(source.timings, source.description) | run_of
+    runs = [s.description for s in sources if s.description in {run_of[point] for point in rows}]
+    numbers = {run: str(i) for i, run in enumerate(dict.fromkeys(runs), 1)}
+    lines = []
+    for run, number in numbers.items():
+        models = sorted({point.model for point in rows if run_of[point] == run})
+        lines.append(f"{f'{number}.' if len(numbers) > 1 else '-'} {', '.join(models)}: {run}")
+    if len(numbers) > 1:
+        headings = (*headings, "run")
+        rows = {point: (*row, numbers[run_of[point]]) for point, row in rows.items()}
+    return "\n".join((*lines, "", *markdown(headings, list(rows.values()))))
 
 
 def markdown(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
@@ -307,6 +314,12 @@ def rate(timing: Timing | None) -> str:
 
 def ratio(server: Timing | None, ours: Timing) -> str:
     return "-" if server is None else f"{server.seconds / ours.seconds:.2f}"
+
+
+def rate_ratio(ours: Timing, server: Timing | None) -> str:
+    if server is None or not (ours.tokens_per_second and server.tokens_per_second):
+        return "-"
+    return f"{ours.tokens_per_second / server.tokens_per_second:.2f}"
 
 
 # --- the page ---

@@ -103,11 +103,13 @@ def test_a_page_gets_its_tables_and_keeps_its_text(page: Path) -> None:
     assert run("--page", page, "--check").exit_code == 1
     assert run("--page", page).exit_code == 0
     text = page.read_text(encoding="utf-8")
-    assert "- m: 2026-01-02, H200, jax 0.11.2, commit 0123456, reads 4.40 TB/s" in text
-    assert "| m, round, batch 1 | 0 | 5.00 | 4.00 | 0.80 |\n" in text
-    assert "| m, plain step, batch 1 | 0 | 2.00 | 1.00 | 0.50 |\n" in text
-    assert "| m, round, batch 16 | 0 | 0.080 | 4.00 | 50.00 |\n" in text
-    assert "| m, 1 | 4,096 | 0 | 24.0 | 1,234 | 30.0 | 100 | 1.25 |" in text
+    # The last column has the number of a row's run.
+    assert "1. m: 2026-01-02, H200, jax 0.11.2, commit 0123456, reads 4.40 TB/s" in text
+    assert "\n2. m: 2026-01-01, H200" in text and "\n- m: 2026-01-01, H200" in text
+    assert "| m, round, batch 1 | 0 | 5.00 | 4.00 | 0.80 | 1 |\n" in text
+    assert "| m, plain step, batch 1 | 0 | 2.00 | 1.00 | 0.50 | 1 |\n" in text
+    assert "| m, round, batch 16 | 0 | 0.080 | 4.00 | 50.00 | 2 |\n" in text
+    assert "| m, 1 | 4,096 | 0 | 24.0 | 1,234 | 30.0 | 100 | 1.25 | 12.35 |" in text
     assert text.startswith("# Before\n<!-- begin") and text.endswith("-->\nafter\n")
     assert "\nbetween\n" in text and "stale" not in text
     assert run("--page", page, "--check").exit_code == 0
