@@ -74,7 +74,7 @@ def stored_tensors(
     ends = quantization.kv_scales
 
     def has_no_scale(name: str) -> bool:
-        """Return whether a scale is wanted of a layer that has neither of both."""
+        """Return whether a name is a wanted k or v scale of a layer whose file has neither."""
         layer = next((name.removesuffix(end) for end in ends if name.endswith(end)), None)
         return layer is not None and not any(layer + end in found for end in ends)
 

@@ -277,7 +277,7 @@ def table(
 ) -> str:
     """Return a line for each run, with the models that it adds, and the table below.
 
-    Of several runs, a last column has the number of each row's.
+    Of several runs, a last column has the number of the run of a row's own time.
     """
     run_of: dict[Point, str] = {}
     for source in sources:

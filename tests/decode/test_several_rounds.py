@@ -30,8 +30,6 @@ from tests.support.slow import slow_unless
 from tests.support.tiny import agreeing_model, block_tables, random_prompts, sampling_state, start
 from tests.support.toys import ToyDraft, ToyTarget
 
-pytestmark = pytest.mark.once
-
 LENGTHS, K, R = (5, 9, 1), 3, 4
 V, LIMIT = 32, 48
 
@@ -124,6 +122,7 @@ KINDS = {
 KINDS["everything"] = {k: v for kind in KINDS.values() for k, v in kind.items()}
 
 
+@pytest.mark.once
 @pytest.mark.usefixtures("toy_families")
 @pytest.mark.parametrize("kind", slow_unless(["usual", "everything"], KINDS))
 def test_requests_of_every_kind_have_what_single_rounds_give_them(kind: str) -> None:
@@ -172,6 +171,7 @@ def ranks(logprobs: Any) -> Any:
     return [of and [(token, score.rank) for token, score in of.items()] for of in logprobs]
 
 
+@pytest.mark.once
 @pytest.mark.usefixtures("toy_families")
 def test_greedy_text_is_plain_decodings_with_rounds_of_either_kind() -> None:
     prompts, params = (
@@ -191,6 +191,7 @@ def test_greedy_text_is_plain_decodings_with_rounds_of_either_kind() -> None:
     assert texts[0] == texts[1] == texts[2] == texts[3]
 
 
+@pytest.mark.once
 @pytest.mark.usefixtures("toy_families")
 @pytest.mark.parametrize("depth", [0, 1])
 def test_no_round_of_a_step_drafts_past_the_drafts_context(depth: int) -> None:
@@ -214,6 +215,7 @@ def test_no_round_of_a_step_drafts_past_the_drafts_context(depth: int) -> None:
         assert 1 in counts and K + 1 in counts
 
 
+@pytest.mark.once
 @pytest.mark.usefixtures("toy_families")
 def test_the_host_dispatches_once_for_all_rounds_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     params = SamplingParams(0.0, max_tokens=40, ignore_eos=True, num_speculative_tokens=0)

@@ -15,8 +15,6 @@ from jaxspec.decode import verify
 from jaxspec.drafts.autoregressive import Proposal
 from tests.support.tiny import LAYERS, VOCAB, agreeing_model, block_tables, sampling_state
 
-pytestmark = pytest.mark.once
-
 K, BATCH = 3, 7
 
 

@@ -25,6 +25,7 @@ from pallas_kernels.moe import IMPLEMENTATIONS, Inputs, experts, unsupported
 from pallas_kernels.moe.shapes import SHAPES, Shape, make_inputs, random_codes
 from tests.kernels.interpreter import interpreted, needs_mosaic
 from tests.kernels.test_moe import part_of, rows_of
+from tests.support.slow import slow
 
 # Largest error, in units of the value's size plus the root mean square of the result, and the
 # median: the roundings to bfloat16 before codes of the activation are the oracle's too, so those of
@@ -308,7 +309,7 @@ def test_what_the_kernel_cannot_multiply_it_says() -> None:
 
 
 @needs_mosaic
-@pytest.mark.parametrize("rows", [3, pytest.param(20, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("rows", [slow(3), 20])
 def test_steps_hold_whole_groups_or_parts_of_one(rows: int) -> None:
     """Groups of 192, which steps of 128 would cut."""
     inputs = make_inputs(Shape(rows, 3, 2, 384, 64, codes="int4 zeros"), seed=1)

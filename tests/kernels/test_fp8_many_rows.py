@@ -107,7 +107,11 @@ SWIGLU = {
     "too wide for two rows a CTA": (134, 16896),
     "llama-3-8b": (3, 14336),
 }
-SWIGLU_OFTEN = ("few", "65 rows", "three warpgroups' values", "too wide for two rows a CTA")
+SWIGLU_OFTEN = (
+    "few",
+    "five warpgroups' values, odd rows in pairs",
+    "too wide for two rows a CTA",
+)
 
 
 def products_of(rows: int, width: int) -> Any:

@@ -131,7 +131,7 @@ def check(
 @pytest.mark.parametrize(
     "name",
     slow_unless(
-        [n for n in TINY if n not in ("tiny", "tiny-odd", "tiny-block-eagle1", "tiny-drawn-odd")],
+        [n for n in TINY if n not in ("tiny", "tiny-even", "tiny-block-eagle1", "tiny-drawn-odd")],
         TINY,
     ),
 )

@@ -184,7 +184,7 @@ def left_plain(names: Sequence[str], pattern_of: Callable[[str], str]) -> tuple[
     """Return the rules of modules that stay plain.
 
     Names without special characters have one rule: a call of the matcher takes longer than a name,
-    and a mixture of experts has tens of thousands of modules.
+    and a mixture of experts has tens of thousands of modules. They share its time limit.
     """
     simple = [pattern_of(name) for name in names if SIMPLE.fullmatch(name)]
     others = [pattern_of(name) for name in names if not SIMPLE.fullmatch(name)]
