@@ -301,7 +301,8 @@ def test_fp8_caches_have_the_checkpoints_scales(folders: dict[str, Path], tmp_pa
     for name in tensors:
         if name.endswith(".k_scale"):
             tensors[name] = np.full((), 2.0**-9, np.float32)  # keys saturate
-    del tensors["model.layers.0.self_attn.v_proj.v_scale"]  # taken as 1
+    for name in ("k_proj.k_scale", "v_proj.v_scale"):  # taken as 1
+        del tensors[f"model.layers.0.self_attn.{name}"]
     save_file(tensors, tmp_path / "other" / "model.safetensors", metadata={"format": "pt"})
     texts = {
         (folder, dtype): generate(LLM(str(path), kv_cache_dtype=dtype, **SETTINGS))
