@@ -373,11 +373,7 @@ def check(inputs: Inputs[Fp8Weight], *, gains: bool = False) -> None:
     if inputs.squares is not None and kinds != {"token"}:
         raise ValueError(f"squares: expected none with {kinds.pop()!r} activations")
     for weight in inputs.weights:
-        depth, width = weight.shape
-        shapes = [(), (width,), (-(-width // BLOCK), -(-depth // BLOCK))]
-        if weight.scales.shape not in shapes:
-            expected = " or ".join(map(str, shapes))
-            raise ValueError(f"scales: expected {expected}, got {weight.scales.shape}")
+        weight.check_scales()
         is_static = weight.activation == "static"
         if is_static != (weight.activation_scale is not None):
             expected = "a scale" if is_static else "none"

@@ -66,6 +66,15 @@ class Fp8Weight:
         """Whether each block of 128 x 128 has a scale of its own."""
         return self.scales.ndim == self.codes.ndim
 
+    def check_scales(self, prefix: str = "") -> None:
+        """Raise ValueError for scales that do not fit the codes. prefix: of the message."""
+        *outer, depth, width = self.shape
+        shapes: list[tuple[int, ...]] = [] if outer else [()]
+        shapes += [(*outer, width), (*outer, -(-width // BLOCK), -(-depth // BLOCK))]
+        if self.scales.shape not in shapes:
+            expected = " or ".join(map(str, shapes))
+            raise ValueError(f"{prefix}scales: expected {expected}, got {self.scales.shape}")
+
     def to_array(self, dtype: DTypeLike) -> jax.Array:
         """Return the matrix [..., in, out], rounded to dtype."""
         return jnp.swapaxes(self.codes.astype(jnp.float32) * self.spread(), -1, -2).astype(dtype)

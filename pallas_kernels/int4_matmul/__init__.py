@@ -77,14 +77,8 @@ def check(inputs: Inputs[Int4Weight]) -> None:
         raise ValueError("int4_matmul: expected no transposed weights")
     first = inputs.weights[0]
     for weight in inputs.weights:
-        depth, width = weight.shape
-        groups = weight.scales.shape[0]
-        if weight.scales.shape != (groups, width) or not groups or depth % groups:
-            expected = f"[groups that divide {depth}, {width}]"
-            raise ValueError(f"scales: expected {expected}, got {weight.scales.shape}")
+        weight.check_scales()
         if weight.group != first.group or weight.scales.dtype != first.scales.dtype:
             raise ValueError("scales: expected one group and dtype for all weights, got several")
         if (weight.zeros is None) != (first.zeros is None):
             raise ValueError("zeros: expected those of all weights, or of none")
-        if weight.zeros is not None and weight.zeros.shape != weight.scales.shape:
-            raise ValueError(f"zeros: expected {weight.scales.shape}, got {weight.zeros.shape}")

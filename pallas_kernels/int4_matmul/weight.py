@@ -61,6 +61,17 @@ class Int4Weight:
         """Depths that share a scale."""
         return self.depth // self.scales.shape[-2]
 
+    def check_scales(self, prefix: str = "") -> None:
+        """Raise ValueError for scales or zeros that do not fit. prefix: of the message."""
+        *outer, depth, width = self.shape
+        scales, zeros = self.scales.shape, None if self.zeros is None else self.zeros.shape
+        groups = scales[-2] if len(scales) == len(outer) + 2 else 0
+        if not groups or depth % groups or scales != (*outer, groups, width):
+            expected = ", ".join(map(str, (*outer, f"groups that divide {depth}", width)))
+            raise ValueError(f"{prefix}scales: expected [{expected}], got {scales}")
+        if zeros is not None and zeros != scales:
+            raise ValueError(f"{prefix}zeros: expected {scales}, got {zeros}")
+
     def codes(self) -> jax.Array:
         """Return the codes, uint8 [..., in, out]."""
         words = lax.bitcast_convert_type(self.words, jnp.uint32)

@@ -8,7 +8,7 @@ from typing import Literal, get_args
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.moe.stored import Stored, check_scales
+from pallas_kernels.moe.stored import Stored, check_codes
 from pallas_kernels.types import STATIC
 
 Gate = Literal["silu", "clamped", "clamped_silu"]
@@ -67,8 +67,8 @@ class Inputs:
             array = getattr(self, name)
             if array is not None and array.shape != expected:
                 raise ValueError(f"{name}: expected {expected}, got {array.shape}")
-        check_scales("gate_up", self.gate_up)
-        check_scales("down", self.down)
+        check_codes("gate_up", self.gate_up)
+        check_codes("down", self.down)
         first = self.first_expert
         if first is not None and (first.shape != () or first.dtype != jnp.int32):
             got = f"{first.dtype} {first.shape}"

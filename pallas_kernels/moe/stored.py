@@ -16,7 +16,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from pallas_kernels.fp8_matmul.rows import Rows, quantise
-from pallas_kernels.fp8_matmul.weight import BLOCK, Fp8Weight
+from pallas_kernels.fp8_matmul.weight import Fp8Weight
 from pallas_kernels.int4_matmul.weight import Int4Weight
 from pallas_kernels.moe.mxfp4 import Mxfp4Weight
 
@@ -49,30 +49,12 @@ class Operand:
         return values.reshape(*outer, depth).astype(dtype)
 
 
-def check_scales(name: str, weight: Stored) -> None:
-    """Raise ValueError for codes whose scales, zeros or activations do not fit them.
-
-    weight: [experts, in, out]
-    """
-    if isinstance(weight, Fp8Weight):
-        if weight.activation not in ("token", "block"):
-            raise ValueError(
-                f"{name}: expected token or block activations, got {weight.activation}"
-            )
-        count, depth, width = weight.shape
-        shapes = [(count, width), (count, -(-width // BLOCK), -(-depth // BLOCK))]
-        if weight.scales.shape not in shapes:
-            expected = " or ".join(map(str, shapes))
-            raise ValueError(f"{name} scales: expected {expected}, got {weight.scales.shape}")
-    elif isinstance(weight, Int4Weight):
-        count, depth, width = weight.shape
-        scales, zeros = weight.scales, weight.zeros
-        groups = scales.shape[1] if scales.ndim == 3 else 0
-        if not groups or depth % groups or scales.shape != (count, groups, width):
-            expected = f"[{count}, groups that divide {depth}, {width}]"
-            raise ValueError(f"{name} scales: expected {expected}, got {scales.shape}")
-        if zeros is not None and zeros.shape != scales.shape:
-            raise ValueError(f"{name} zeros: expected {scales.shape}, got {zeros.shape}")
+def check_codes(name: str, weight: Stored) -> None:
+    """Raise ValueError for codes whose scales, zeros or activations do not fit them."""
+    if isinstance(weight, Fp8Weight) and weight.activation not in ("token", "block"):
+        raise ValueError(f"{name}: expected token or block activations, got {weight.activation}")
+    if isinstance(weight, Codes):
+        weight.check_scales(f"{name} ")
 
 
 def operand_of(x: jax.Array, weight: Stored) -> Operand:
