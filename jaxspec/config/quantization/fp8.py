@@ -63,6 +63,4 @@ def read(settings: Mapping[str, Any]) -> Quantization:
 def _pattern(name: str, key: str) -> str:
     """Return the pattern of the modules that a name, or a regular expression, stands for."""
     checked_pattern(name, key)  # its message shows the name as it is
-    # Possessive, since `.*` would try each place of the name.
-    ends = rf".*+(?<={re.escape(name)})\Z"
-    return checked_pattern(rf"(?:{name}){BOUNDARY}|{ends}", key)
+    return checked_pattern(rf"(?:{name}){BOUNDARY}|.*{re.escape(name)}\Z", key)

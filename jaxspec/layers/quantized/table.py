@@ -256,7 +256,7 @@ def _with_fitting_groups(quantization: Quantization, table: Params) -> Quantizat
     fitting = [size for size in GROUPS if not any(depth % size for depth in depths)]
 
     def fit(form: Form | None) -> Form | None:
-        if not isinstance(form, Int4Form) or not fitting:
+        if not isinstance(form, Int4Form) or form.source != "floats" or not fitting:
             return form
         return replace(form, group_size=fitting[-1])
 
