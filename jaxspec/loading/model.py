@@ -220,14 +220,14 @@ def head_config(
 ) -> tuple[Any, Checkpoint]:
     """Return a head's config, and its checkpoint with the names of the family's table."""
     folder = checkpoint.path
+    names = {name: family.canonical_name(name) for name in checkpoint.tensors}
     tensors: dict[str, LazyTensor] = {}
-    for name, tensor in checkpoint.tensors.items():
-        canonical = family.canonical_name(name)
+    for name, canonical in names.items():
         if canonical in tensors:
             raise ConfigError(
                 f"{folder}: expected one tensor named {canonical}, got a second one as {name}"
             )
-        tensors[canonical] = tensor
+        tensors[canonical] = checkpoint.tensors[name]
     shapes = drafts.canonical_shapes(family, checkpoint.shapes)
     with values_as_sentences():
         try:
@@ -236,7 +236,7 @@ def head_config(
             raise ConfigError(
                 f"{folder}/config.json: expected the key {e} of a draft, got none"
             ) from e
-    cfg = with_stored_names(cfg, {name: family.canonical_name(name) for name in checkpoint.tensors})
+    cfg = with_stored_names(cfg, names)
     checkpoint = replace(checkpoint, tensors=tensors)
     cfg = with_quantization(cfg, checkpoint, speculative.draft_quantize, "draft_quantize")
     return cfg, checkpoint

@@ -282,12 +282,14 @@ def table(
     run_of: dict[Point, str] = {}
     for source in sources:
         run_of = dict.fromkeys(source.timings, source.description) | run_of
-    runs = [s.description for s in sources if s.description in {run_of[point] for point in rows}]
-    numbers = {run: str(i) for i, run in enumerate(dict.fromkeys(runs), 1)}
-    lines = []
-    for run, number in numbers.items():
-        models = sorted({point.model for point in rows if run_of[point] == run})
-        lines.append(f"{f'{number}.' if len(numbers) > 1 else '-'} {', '.join(models)}: {run}")
+    models: dict[str, set[str]] = {source.description: set() for source in sources}
+    for point in rows:
+        models[run_of[point]].add(point.model)
+    numbers = {run: str(i) for i, run in enumerate(filter(models.get, models), 1)}
+    lines = [
+        f"{f'{number}.' if len(numbers) > 1 else '-'} {', '.join(sorted(models[run]))}: {run}"
+        for run, number in numbers.items()
+    ]
     if len(numbers) > 1:
         headings = (*headings, "run")
         rows = {point: (*row, numbers[run_of[point]]) for point, row in rows.items()}
