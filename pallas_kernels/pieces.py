@@ -103,11 +103,26 @@ def combine_maximum(
     best_ref: Ref, index_ref: Ref, row: jax.Array, count: int
 ) -> tuple[jax.Array, jax.Array]:
     """Return the highest score of a row's `count` partial results, and its lowest index."""
-    results = []
-    for first in range(0, count, LANES):
-        best, index = load_lanes(best_ref, row, first), load_lanes(index_ref, row, first)
-        used = used_lanes(count - first)
-        results.append((jnp.where(used, best, -jnp.inf), jnp.where(used, index, NO_INDEX)))
-    highest = reduce(jnp.maximum, [jnp.max(best) for best, _ in results])
-    lowest = [jnp.min(jnp.where(best == highest, index, NO_INDEX)) for best, index in results]
+    return combine_maxima(best_ref, index_ref, row, 1, count)[0]
+
+
+def combine_maxima(
+    best_ref: Ref, index_ref: Ref, first_row: jax.Array, rows: int, count: int
+) -> list[tuple[jax.Array, jax.Array]]:
+    """Return combine_maximum of several rows, which are loaded before the first is reduced."""
+    partials = []
+    for row in range(rows):
+        for first in range(0, count, LANES):
+            best = load_lanes(best_ref, first_row + row, first)
+            index = load_lanes(index_ref, first_row + row, first)
+            used = used_lanes(count - first)
+            partials.append((jnp.where(used, best, -jnp.inf), jnp.where(used, index, NO_INDEX)))
+    of_a_row = len(partials) // rows
+    return [_highest(partials[i : i + of_a_row]) for i in range(0, len(partials), of_a_row)]
+
+
+def _highest(partials: list[tuple[jax.Array, jax.Array]]) -> tuple[jax.Array, jax.Array]:
+    """Return the highest score of a row's lanes, and its lowest index."""
+    highest = reduce(jnp.maximum, [jnp.max(best) for best, _ in partials])
+    lowest = [jnp.min(jnp.where(best == highest, index, NO_INDEX)) for best, index in partials]
     return highest, reduce(jnp.minimum, lowest)

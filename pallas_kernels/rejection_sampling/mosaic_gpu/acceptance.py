@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from pallas_kernels.pieces import combine_maximum
+from pallas_kernels.pieces import combine_maxima
 from pallas_kernels.rejection_sampling.mosaic_gpu import shard_words
 from pallas_kernels.rejection_sampling.mosaic_gpu.block_verification import longest_kept
 from pallas_kernels.rejection_sampling.mosaic_gpu.launch import Arrays, Problem, Refs, launch
@@ -75,11 +75,9 @@ def judge(problem: Problem, inputs: Arrays) -> dict[str, jax.Array]:
 def match_target(problem: Problem, refs: Refs, request: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Return num_accepted and the token after: drafts are kept while they equal a row's argmax."""
     if problem.shards.is_whole:
-        count = problem.sweep.count
-        maxima = [
-            combine_maximum(refs.best, refs.index, request * problem.rows + i, count)[1]
-            for i in range(problem.rows)
-        ]
+        rows, count = problem.rows, problem.sweep.count
+        found = combine_maxima(refs.best, refs.index, request * rows, rows, count)
+        maxima = [index for _, index in found]
     else:
         maxima = [shard_words.row_argmax(problem, refs, request, i) for i in range(problem.rows)]
     drafts = [refs.tokens[request * problem.K + i] for i in range(problem.K)]

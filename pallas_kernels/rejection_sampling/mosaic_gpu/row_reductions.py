@@ -132,14 +132,24 @@ def _store_sum(
     )
 
 
+def load_sums(
+    best_ref: Ref, sum_ref: Ref, first_row: jax.Array, rows: int
+) -> list[tuple[jax.Array, jax.Array]]:
+    """Load the pieces' results of several rows, before a reduction waits for the first of them."""
+    found = []
+    for row in range(rows):
+        found.append((load_lanes(best_ref, first_row + row), load_lanes(sum_ref, first_row + row)))
+    return found
+
+
 def combine_sum(
-    best_ref: Ref, sum_ref: Ref, row: jax.Array, count: int, divisor: jax.Array | None
+    best: jax.Array, total: jax.Array, count: int, divisor: jax.Array | None
 ) -> jax.Array:
-    """Return the log-sum-exp of a row over its temperature.
+    """Return the log-sum-exp of a row over its temperature, from its `count` pieces' results.
 
     0 for a row that is all -inf, so that subtracting it leaves -inf and not NaN.
     """
-    best, total, used = load_lanes(best_ref, row), load_lanes(sum_ref, row), used_lanes(count)
+    used = used_lanes(count)
     best = jnp.where(used, best, -jnp.inf)
     highest = jnp.max(best)
     shift = jnp.where(highest > -jnp.inf, highest, 0.0)

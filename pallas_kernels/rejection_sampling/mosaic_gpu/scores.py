@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.rejection_sampling.mosaic_gpu import shard_words
 from pallas_kernels.rejection_sampling.mosaic_gpu.launch import Problem, Refs
-from pallas_kernels.rejection_sampling.mosaic_gpu.row_reductions import combine_sum
+from pallas_kernels.rejection_sampling.mosaic_gpu.row_reductions import combine_sum, load_sums
 from pallas_kernels.rejection_sampling.mosaic_gpu.temperature import divisor_of, scaled
 
 
@@ -50,23 +50,27 @@ def score_drafts(problem: Problem, refs: Refs, request: jax.Array) -> Scores:
             else:
                 draft_logits.append(shard_words.draft_at_draft(problem, refs, request, i))
         valid.append(inside)
-    count = problem.sweep.count
-    target_lse = [
-        combine_sum(refs.best, refs.sum, request * problem.rows + i, count, divisor)
-        if whole
-        else shard_words.target_log_sum_exp(problem, refs, request, i, divisor)
-        for i in range(K + 1)
-    ]
+    target_sums, draft_sums = [], []
+    if whole:
+        target_sums = load_sums(refs.best, refs.sum, request * problem.rows, problem.rows)
+        if problem.draft_sweep is not None:
+            draft_sums = load_sums(refs.draft_best, refs.draft_sum, request * K, K)
+        count = problem.sweep.count
+        target_lse = [combine_sum(best, total, count, divisor) for best, total in target_sums]
+    else:
+        target_lse = [
+            shard_words.target_log_sum_exp(problem, refs, request, i, divisor) for i in range(K + 1)
+        ]
     log_p = [x - lse for x, lse in zip(logits, target_lse, strict=False)]
     log_q, draft_lse = [jnp.float32(0.0)] * K, [jnp.float32(0.0)] * K
     if problem.draft_sweep is not None:
-        count = problem.draft_sweep.count
-        draft_lse = [
-            combine_sum(refs.draft_best, refs.draft_sum, request * K + i, count, divisor)
-            if whole
-            else shard_words.draft_log_sum_exp(problem, refs, request, i, divisor)
-            for i in range(K)
-        ]
+        if whole:
+            count = problem.draft_sweep.count
+            draft_lse = [combine_sum(best, total, count, divisor) for best, total in draft_sums]
+        else:
+            draft_lse = [
+                shard_words.draft_log_sum_exp(problem, refs, request, i, divisor) for i in range(K)
+            ]
         log_q = [x - lse for x, lse in zip(draft_logits, draft_lse, strict=True)]
         valid = [v & (q > -jnp.inf) for v, q in zip(valid, log_q, strict=True)]
         log_q = [jnp.where(v, q, 0.0) for v, q in zip(valid, log_q, strict=True)]
