@@ -20,10 +20,12 @@ from jaxspec.layers.sums import add_sum, partial_dtype
 from pallas_kernels import fp8_matmul as fp8_op
 from pallas_kernels import int4_matmul as int4_op
 from pallas_kernels import matmul as matmul_op
+from pallas_kernels import sum_norm as sum_norm_op
 from pallas_kernels.fp8_matmul import Fp8Weight, RowNorm, Rows
 from pallas_kernels.int4_matmul import Int4Weight
 
 FEW_ROWS, SWIGLU_ROWS = 64, (128, 256)  # at most; rows that the kernel of gate and up takes
+MANY_ROWS, PARTS = 256, 2  # at most, and parts of the depth; see _is_in_parts
 
 
 @struct.dataclass
@@ -495,6 +497,10 @@ def _run(
             inputs, norm=rows.norm, largest=rows.largest, implementation=implementation
         )
         return ResidualStream(unpadded(out), largest=found)
+    if _is_in_parts(inputs, operands, following.norm, ops, implementation):
+        assert following.norm is not None
+        total, normed = _sum_in_parts(inputs, following.norm, ops)
+        return ResidualStream(unpadded(total), normed=unpadded(normed))
     made = operands.multiply(inputs, rows, implementation)
     if not isinstance(made, tuple):
         return ResidualStream(unpadded(made))
@@ -530,6 +536,45 @@ def _hands_on_codes(ops: Ops) -> bool:
     prefill call takes them: calls have any number of rows. Several devices exchange values.
     """
     return not ops.is_prefill and ops.layers.size == 1
+
+
+def _is_in_parts(
+    inputs: matmul_op.Inputs[Any],
+    operands: _Operands,
+    next_norm: Norm | None,
+    ops: Ops,
+    implementation: str,
+) -> bool:
+    """Return whether XLA multiplies parts of the depth, and a kernel sums and norms them.
+
+    cuBLAS cuts deep products of such rows itself, and sums them by a kernel of its own. The kernel
+    of sum and norm is a launch less: docs/notes/many-row-products.md has the figures.
+    """
+    residual, (rows, depth) = inputs.residual, inputs.x.shape
+    if residual is None or next_norm is None or not ops.shares_norms or ops.is_prefill:
+        return False
+    return (
+        (operands.kind is Weight and not operands.transposed and implementation == "reference")
+        and (FEW_ROWS < rows <= MANY_ROWS and depth > residual.shape[1] and depth % PARTS == 0)
+        and sum_norm_op.unsupported(residual) is None
+    )
+
+
+def _sum_in_parts(
+    inputs: matmul_op.Inputs[jax.Array], next_norm: Norm, ops: Ops
+) -> tuple[jax.Array, jax.Array]:
+    """Return (residual + x @ weight, its norm), with the depth cut into PARTS."""
+    (weight,), residual = inputs.weights, inputs.residual
+    assert residual is not None and inputs.bias is None
+    parts = jnp.einsum(
+        "rpd,pdn->prn",
+        inputs.x.reshape(len(inputs.x), PARTS, -1),
+        weight.reshape(PARTS, -1, weight.shape[1]),
+        preferred_element_type=jnp.float32,
+    )
+    return sum_norm_op.sum_norm(
+        parts, residual, next_norm.gain, eps=next_norm.eps, implementation=ops.rms_norm
+    )
 
 
 def _measures(

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +18,7 @@ from jaxspec.layers.mlp import add_mlp
 from jaxspec.layers.norms import Norm
 from jaxspec.layers.params import Weight
 from pallas_kernels import matmul as matmul_op
+from pallas_kernels.sum_norm import sum_norm
 from tests.kernels.interpreter import interpreted, needs_mosaic
 from tests.kernels.test_fp8_matmul import fp8_weight
 from tests.kernels.test_int4_matmul import int4_weight
@@ -140,6 +142,62 @@ def test_projections_that_blocks_keep_apart_are_the_kernels(
     weights = tuple(fp8_weight(i, width, 576, "block") for i, width in enumerate((192, 64, 64)))
     layers.project(jnp.zeros((rows, 1, 576), jnp.bfloat16), weights, KERNEL)
     assert found == ["mosaic_gpu"]
+
+
+@pytest.mark.parametrize(
+    ("change", "takes"),
+    [
+        ({}, True),
+        ({"rows": 72}, True),
+        ({"rows": 256}, True),
+        ({"rows": 64}, False),  # the kernel of few rows
+        ({"rows": 264}, False),
+        ({"depth": 1024}, False),  # no deeper than wide: cuBLAS does not cut it
+        ({"width": 1088}, False),  # not a width of the kernel's
+        ({"norm": None}, False),
+        ({"ops": {"is_prefill": True}}, False),  # calls have any number of rows
+        ({"ops": {"rms_norm": "reference"}}, False),
+        ({"bias": True}, False),
+    ],
+    ids=str,
+)
+def test_deep_products_of_many_rows_are_summed_together_with_their_norm(
+    change: dict[str, Any], takes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In two parts, each a product of half the depth."""
+    given = {"rows": 128, "depth": 2048, "width": 1024, "norm": True, "ops": {}, "bias": False}
+    given |= change
+    rows, width = given["rows"], given["width"]
+    found: list[tuple[int, ...]] = []
+
+    def note(
+        parts: jax.Array, residual: jax.Array, weight: jax.Array, **kwargs: Any
+    ) -> tuple[jax.Array, jax.Array]:
+        found.append(parts.shape)
+        assert kwargs == {"eps": 1e-5, "implementation": "mosaic_gpu"}
+        return sum_norm(parts, residual, weight, eps=kwargs["eps"])
+
+    monkeypatch.setattr(layers.sum_norm_op, "sum_norm", note)
+    keys = jax.random.split(jax.random.key(0), 4)
+    x = jax.random.normal(keys[0], (rows // 4, 4, given["depth"]), jnp.bfloat16)
+    stream = jax.random.normal(keys[1], (rows // 4, 4, width), jnp.bfloat16)
+    weight = Weight(jax.random.normal(keys[2], (given["depth"], width), jnp.bfloat16) * 0.02)
+    gain = jax.random.normal(keys[3], (width,), jnp.bfloat16)
+    ops = replace(KERNEL, **{"rms_norm": "mosaic_gpu"} | given["ops"])
+    bias = gain if given["bias"] else None
+    next_norm = Norm(gain, 1e-5, (weight,)) if given["norm"] else None
+    with interpreted():
+        got = layers.add_projection(stream, x, weight, ops, bias=bias, next_norm=next_norm)
+    assert found == ([(2, rows, width)] if takes else [])
+    assert (got.normed is not None) == takes
+    if got.normed is not None:
+        whole = layers.add_projection(stream, x, weight, REFERENCE_OPS).x
+        # The sum is rounded once more or less: an ulp of values up to 8.
+        np.testing.assert_allclose(
+            np.asarray(got.x, np.float32), np.asarray(whole, np.float32), atol=2.0**-5
+        )
+        alone = layers.normed_values(got.x, Norm(gain, 1e-5), REFERENCE_OPS)
+        np.testing.assert_array_equal(np.asarray(got.normed), np.asarray(alone))
 
 
 def test_an_mlp_of_many_rows_is_the_reference_within_rounding() -> None:
