@@ -109,16 +109,20 @@ def combine_maximum(
 def combine_maxima(
     best_ref: Ref, index_ref: Ref, first_row: jax.Array, rows: int, count: int
 ) -> list[tuple[jax.Array, jax.Array]]:
-    """Return combine_maximum of several rows, which are loaded before the first is reduced."""
-    partials = []
-    for row in range(rows):
-        for first in range(0, count, LANES):
-            best = load_lanes(best_ref, first_row + row, first)
-            index = load_lanes(index_ref, first_row + row, first)
-            used = used_lanes(count - first)
-            partials.append((jnp.where(used, best, -jnp.inf), jnp.where(used, index, NO_INDEX)))
-    of_a_row = len(partials) // rows
-    return [_highest(partials[i : i + of_a_row]) for i in range(0, len(partials), of_a_row)]
+    """Return combine_maximum of several rows.
+
+    All are loaded before the first is reduced: a reduction waits for all warps, and a load behind
+    it for memory once more.
+    """
+
+    def loaded(row: jax.Array, first: int) -> tuple[jax.Array, jax.Array]:
+        best, index = load_lanes(best_ref, row, first), load_lanes(index_ref, row, first)
+        used = used_lanes(count - first)
+        return jnp.where(used, best, -jnp.inf), jnp.where(used, index, NO_INDEX)
+
+    starts = range(0, count, LANES)
+    partials = [[loaded(first_row + row, first) for first in starts] for row in range(rows)]
+    return [_highest(of_row) for of_row in partials]
 
 
 def _highest(partials: list[tuple[jax.Array, jax.Array]]) -> tuple[jax.Array, jax.Array]:

@@ -25,7 +25,6 @@ from pallas_kernels.fp8_matmul import Fp8Weight, RowNorm, Rows
 from pallas_kernels.int4_matmul import Int4Weight
 
 FEW_ROWS, SWIGLU_ROWS = 64, (128, 256)  # at most; rows that the kernel of gate and up takes
-MANY_ROWS, PARTS = 256, 2  # at most, and parts of the depth; see _is_in_parts
 
 
 @struct.dataclass
@@ -336,8 +335,8 @@ def add_projection(
 
     beside:    another term of the block's output, [batch, rows, D], such as that of its experts
     next_norm: the norm that follows. The sum comes prepared for it where the kernels of product and
-    norm are chosen, the norm's weights are of this one's type and there is no bias. The sum of
-    several devices comes normed already.
+    norm are chosen, the norm's weights are of this one's type and there is no bias. Sums of several
+    devices come normed already, and those of 65 to 256 rows of a deep plain product.
     """
     if ops.layers.size > 1:
         partial = project_part(values_of(x), weight, ops)
@@ -497,9 +496,9 @@ def _run(
             inputs, norm=rows.norm, largest=rows.largest, implementation=implementation
         )
         return ResidualStream(unpadded(out), largest=found)
-    if _is_in_parts(inputs, operands, following.norm, ops, implementation):
-        assert following.norm is not None
-        total, normed = _sum_in_parts(inputs, following.norm, ops)
+    num_parts = _num_parts(inputs, operands, ops)
+    if following.norm is not None and num_parts > 1:
+        total, normed = _multiply_in_parts(inputs, num_parts, following.norm, ops)
         return ResidualStream(unpadded(total), normed=unpadded(normed))
     made = operands.multiply(inputs, rows, implementation)
     if not isinstance(made, tuple):
@@ -538,38 +537,26 @@ def _hands_on_codes(ops: Ops) -> bool:
     return not ops.is_prefill and ops.layers.size == 1
 
 
-def _is_in_parts(
-    inputs: matmul_op.Inputs[Any],
-    operands: _Operands,
-    next_norm: Norm | None,
-    ops: Ops,
-    implementation: str,
-) -> bool:
-    """Return whether XLA multiplies parts of the depth, and a kernel sums and norms them.
-
-    cuBLAS cuts deep products of such rows itself, and sums them by a kernel of its own. The kernel
-    of sum and norm is a launch less: docs/notes/many-row-products.md has the figures.
-    """
-    residual, (rows, depth) = inputs.residual, inputs.x.shape
-    if residual is None or next_norm is None or not ops.shares_norms or ops.is_prefill:
-        return False
-    return (
-        (operands.kind is Weight and not operands.transposed and implementation == "reference")
-        and (FEW_ROWS < rows <= MANY_ROWS and depth > residual.shape[1] and depth % PARTS == 0)
-        and sum_norm_op.unsupported(residual) is None
-    )
+def _num_parts(inputs: matmul_op.Inputs[Any], operands: _Operands, ops: Ops) -> int:
+    """Return the parts of the depth that XLA multiplies for the op of sum and norm; 1 for none."""
+    if operands.kind is not Weight or inputs.residual is None or ops.is_prefill:
+        return 1
+    (rows, depth), width = inputs.x.shape, inputs.residual.shape[1]
+    if sum_norm_op.unsupported(width, inputs.residual.dtype) is not None:
+        return 1
+    return sum_norm_op.num_parts(rows, depth, width)
 
 
-def _sum_in_parts(
-    inputs: matmul_op.Inputs[jax.Array], next_norm: Norm, ops: Ops
+def _multiply_in_parts(
+    inputs: matmul_op.Inputs[jax.Array], num_parts: int, next_norm: Norm, ops: Ops
 ) -> tuple[jax.Array, jax.Array]:
-    """Return (residual + x @ weight, its norm), with the depth cut into PARTS."""
+    """Return (residual + x @ weight, its norm), with the depth cut into parts."""
     (weight,), residual = inputs.weights, inputs.residual
-    assert residual is not None and inputs.bias is None
+    assert residual is not None and inputs.bias is None and not inputs.transposed
     parts = jnp.einsum(
         "rpd,pdn->prn",
-        inputs.x.reshape(len(inputs.x), PARTS, -1),
-        weight.reshape(PARTS, -1, weight.shape[1]),
+        inputs.x.reshape(len(inputs.x), num_parts, -1),
+        weight.reshape(num_parts, -1, weight.shape[1]),
         preferred_element_type=jnp.float32,
     )
     return sum_norm_op.sum_norm(

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.typing import DTypeLike
 
 from pallas_kernels.hopper import interpreting
 from pallas_kernels.lowered_once import lowered_once
@@ -13,35 +14,40 @@ from pallas_kernels.mosaic import load
 from pallas_kernels.rms_norm.mosaic_gpu import CHUNK, TILE, scale_of
 from pallas_kernels.types import Ref
 
+MOST_WIDTH = 8192  # whose rows fit the registers of a warpgroup
 
-def unsupported(width: int) -> str | None:
-    """Return why this kernel cannot run where that of rms_norm can, None if it can too."""
-    if width % (CHUNK * TILE):
-        return f"expected rows of a multiple of {CHUNK * TILE} values, got {width}"
+
+def unsupported(width: int, dtype: DTypeLike) -> str | None:
+    """Return why this kernel cannot run, None if it can."""
+    unit = CHUNK * TILE
+    if dtype != jnp.bfloat16:
+        return f"expected bfloat16, got {jnp.dtype(dtype).name}"
+    if width % unit or width > MOST_WIDTH:
+        return f"expected rows of a multiple of {unit} values up to {MOST_WIDTH}, got {width}"
     return None
 
 
 def sum_norm(
-    parts: jax.Array, residual: jax.Array, weight: jax.Array, *, eps: float
+    parts: jax.Array, residual: jax.Array, gain: jax.Array, *, eps: float
 ) -> tuple[jax.Array, jax.Array]:
     """Run the op; see pallas_kernels.sum_norm.sum_norm."""
-    return _sum_norm(parts, residual, weight, eps=eps, pdl=not interpreting())
+    return _sum_norm(parts, residual, gain, eps=eps, pdl=not interpreting())
 
 
 # Compiled as a function of its own, so that layers and programs share one kernel.
 @lowered_once(static_argnames=("eps", "pdl"))
 def _sum_norm(
-    parts: jax.Array, residual: jax.Array, weight: jax.Array, *, eps: float, pdl: bool
+    parts: jax.Array, residual: jax.Array, gain: jax.Array, *, eps: float, pdl: bool
 ) -> tuple[jax.Array, jax.Array]:
     num_parts, rows, width = parts.shape
     chunks, dtype = width // CHUNK, residual.dtype
 
     def body(
-        parts_gmem: Ref, residual_gmem: Ref, weight_gmem: Ref, sum_gmem: Ref, normed_gmem: Ref
+        parts_gmem: Ref, residual_gmem: Ref, gain_gmem: Ref, sum_gmem: Ref, normed_gmem: Ref
     ) -> None:
         row = lax.axis_index("row")
         layout = plgpu.Layout.WG_STRIDED((chunks, CHUNK), vec_size=8)
-        gain = load(weight_gmem, layout)
+        gain = load(gain_gmem, layout)
         if pdl:
             plgpu.griddepcontrol_wait()
         total = load(parts_gmem.at[0, row], layout)
@@ -66,6 +72,6 @@ def _sum_norm(
     total, normed = call(
         parts.reshape(num_parts, rows, chunks, CHUNK),
         residual.reshape(rows, chunks, CHUNK),
-        weight.reshape(chunks, CHUNK),
+        gain.reshape(chunks, CHUNK),
     )
     return total.reshape(rows, width), normed.reshape(rows, width)

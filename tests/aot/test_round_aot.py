@@ -303,11 +303,14 @@ def test_a_sampled_draft_step_launches_what_a_greedy_one_does_and_keeps_its_logi
 
 def test_gate_and_up_of_256_rows_are_the_kernels_and_no_product_copies_its_weights() -> None:
     """Of the target's layers: 64 requests with four rows each (a draft step has one). The other
-    products of so many rows are cuBLAS's."""
+    products of so many rows are cuBLAS's. The parts of down are summed with the next layer's norm.
+    """
     case = compiled(LARGE_BATCH)
     launched = re.findall(r'mosaic_gpu_v2", .*op_name="[^"]*/(swiglu_\w+)/', case.hlo)
     assert launched == ["swiglu_4096x14336_rows256"] * LARGE_BATCH.layers
-    gate = r"bf16\[(?:4096,14336|14336,4096|4096,28672)\]"
+    sums = re.findall(r'mosaic_gpu_v2", .*op_name="[^"]*/(sum_norm_\w+)/', case.hlo)
+    assert sums == ["sum_norm_2x4096"] * (LARGE_BATCH.layers - 1)
+    gate = r"bf16\[(?:4096,14336|14336,4096|4096,28672|2,7168,4096)\]"
     assert not re.findall(rf"= \(?{gate}\S* (?!parameter|get-tuple-element|bitcast)\w.*", case.hlo)
 
 

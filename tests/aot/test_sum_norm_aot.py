@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 from pallas_kernels.sum_norm import sum_norm
-from pallas_kernels.sum_norm.shapes import SHAPES
+from pallas_kernels.sum_norm.shapes import SHAPES, Shape
 from tests.support import h200
 
 pytestmark = [
@@ -18,15 +18,14 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("name", SHAPES)
-def test_is_one_launch_without_spills(name: str) -> None:
-    shape = SHAPES[name]
+@pytest.mark.parametrize("shape", [*SHAPES.values(), Shape(128, 8192)], ids=str)
+def test_is_one_launch_without_spills(shape: Shape) -> None:
     row = (shape.rows, shape.width)
 
     def function(
-        parts: jax.Array, residual: jax.Array, weight: jax.Array
+        parts: jax.Array, residual: jax.Array, gain: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        return sum_norm(parts, residual, weight, eps=1e-5, implementation="mosaic_gpu")
+        return sum_norm(parts, residual, gain, eps=1e-5, implementation="mosaic_gpu")
 
     args = (
         jax.ShapeDtypeStruct((shape.parts, *row), jnp.float32),

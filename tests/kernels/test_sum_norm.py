@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.rms_norm import rms_norm
-from pallas_kernels.sum_norm import IMPLEMENTATIONS, sum_norm
+from pallas_kernels.sum_norm import IMPLEMENTATIONS, num_parts, sum_norm
 from pallas_kernels.sum_norm.shapes import SHAPES, Shape, make_inputs
 from tests.kernels.interpreter import by_implementation, interpreted, needs_mosaic
 
@@ -40,7 +40,7 @@ def check(shape: Shape, implementation: str) -> None:
     np.testing.assert_array_equal(total.view(np.uint16), expected.view(np.uint16))
     with where(implementation):
         alone = rms_norm(
-            jnp.asarray(total), inputs["weight"], eps=inputs["eps"], implementation=implementation
+            jnp.asarray(total), inputs["gain"], eps=inputs["eps"], implementation=implementation
         )
     np.testing.assert_array_equal(normed.view(np.uint16), np.asarray(alone).view(np.uint16))
 
@@ -72,14 +72,18 @@ def test_a_rows_bits_do_not_depend_on_its_neighbours() -> None:
     ("arguments", "sentence"),
     [
         (
-            {"weight": jnp.ones(65, jnp.bfloat16)},
+            {"gain": jnp.ones(65, jnp.bfloat16)},
             r"expected \[parts, rows, width\], \[rows, width\] and \[width\], "
             r"got \(2, 3, 1024\), \(3, 1024\) and \(65,\)",
         ),
         ({"parts": jnp.ones((0, 3, 1024))}, r"got \(0, 3, 1024\), \(3, 1024\) and \(1024,\)"),
         (
             {"parts": jnp.ones((2, 3, 1024), jnp.bfloat16)},
-            "parts: expected float32, got bfloat16",
+            "expected float32, and one dtype of residual and gain, got bfloat16, bfloat16",
+        ),
+        (
+            {"gain": jnp.ones(1024)},
+            "one dtype of residual and gain, got float32, bfloat16 and float32",
         ),
         (
             {"implementation": "nothing"},
@@ -99,12 +103,30 @@ def test_what_does_not_fit_is_one_sentence(arguments: dict[str, Any], sentence: 
 @pytest.mark.parametrize(
     ("width", "dtype", "sentence"),
     [
-        (576, jnp.bfloat16, "a multiple of 1024 values, got 576"),
-        (1000, jnp.bfloat16, "a multiple of 64"),
+        (576, jnp.bfloat16, "a multiple of 1024 values up to 8192, got 576"),
+        (9216, jnp.bfloat16, "up to 8192, got 9216"),
         (4096, jnp.float32, "bfloat16"),
     ],
 )
 def test_the_kernel_says_what_it_does_not_take(width: int, dtype: Any, sentence: str) -> None:
     from pallas_kernels.sum_norm import unsupported
 
-    assert sentence in (unsupported(jax.ShapeDtypeStruct((3, width), dtype)) or "")
+    assert sentence in (unsupported(width, dtype) or "")
+
+
+@pytest.mark.parametrize(
+    ("rows", "depth", "width", "parts"),
+    [
+        (64, 14336, 4096, 1),  # the kernel of few rows
+        (65, 14336, 4096, 2),
+        (256, 12288, 4096, 2),
+        (257, 14336, 4096, 1),
+        (128, 8192, 3072, 2),
+        (128, 4096, 4096, 1),  # cuBLAS does not cut it
+        (128, 8192, 2048, 1),  # two parts leave half of the SMs idle
+        (128, 25600, 5120, 1),  # two parts take two turns of the SMs
+        (128, 4097, 4096, 1),
+    ],
+)
+def test_deep_products_of_few_tiles_are_cut(rows: int, depth: int, width: int, parts: int) -> None:
+    assert num_parts(rows, depth, width) == parts

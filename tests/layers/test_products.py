@@ -148,16 +148,16 @@ def test_projections_that_blocks_keep_apart_are_the_kernels(
     ("change", "takes"),
     [
         ({}, True),
-        ({"rows": 72}, True),
+        ({"rows": 67}, True),
         ({"rows": 256}, True),
         ({"rows": 64}, False),  # the kernel of few rows
-        ({"rows": 264}, False),
-        ({"depth": 1024}, False),  # no deeper than wide: cuBLAS does not cut it
-        ({"width": 1088}, False),  # not a width of the kernel's
+        ({"depth": 3072}, False),  # no deeper than wide
+        ({"width": 3136}, False),  # not a width of the kernel's
         ({"norm": None}, False),
         ({"ops": {"is_prefill": True}}, False),  # calls have any number of rows
         ({"ops": {"rms_norm": "reference"}}, False),
         ({"bias": True}, False),
+        ({"int4": True}, False),
     ],
     ids=str,
 )
@@ -165,39 +165,75 @@ def test_deep_products_of_many_rows_are_summed_together_with_their_norm(
     change: dict[str, Any], takes: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In two parts, each a product of half the depth."""
-    given = {"rows": 128, "depth": 2048, "width": 1024, "norm": True, "ops": {}, "bias": False}
+    given = {"rows": 128, "depth": 3584, "width": 3072, "norm": True, "ops": {}, "bias": False}
     given |= change
-    rows, width = given["rows"], given["width"]
+    rows, depth, width = given["rows"], given["depth"], given["width"]
     found: list[tuple[int, ...]] = []
 
     def note(
-        parts: jax.Array, residual: jax.Array, weight: jax.Array, **kwargs: Any
+        parts: jax.Array, residual: jax.Array, gain: jax.Array, *, eps: float, implementation: str
     ) -> tuple[jax.Array, jax.Array]:
         found.append(parts.shape)
-        assert kwargs == {"eps": 1e-5, "implementation": "mosaic_gpu"}
-        return sum_norm(parts, residual, weight, eps=kwargs["eps"])
+        assert (eps, implementation) == (1e-5, "mosaic_gpu")
+        return sum_norm(parts, residual, gain, eps=eps)
 
+    def xlas(inputs: matmul_op.Inputs, *, implementation: str) -> Any:
+        return matmul(inputs)  # whatever was chosen
+
+    matmul = matmul_op.matmul
+    monkeypatch.setattr(matmul_op, "matmul", xlas)
+    monkeypatch.setattr(layers.int4_op, "int4_matmul", lambda inputs, **_: inputs.residual)
     monkeypatch.setattr(layers.sum_norm_op, "sum_norm", note)
     keys = jax.random.split(jax.random.key(0), 4)
-    x = jax.random.normal(keys[0], (rows // 4, 4, given["depth"]), jnp.bfloat16)
-    stream = jax.random.normal(keys[1], (rows // 4, 4, width), jnp.bfloat16)
-    weight = Weight(jax.random.normal(keys[2], (given["depth"], width), jnp.bfloat16) * 0.02)
+    x = jax.random.normal(keys[0], (1, rows, depth), jnp.bfloat16)
+    stream = jax.random.normal(keys[1], (1, rows, width), jnp.bfloat16)
+    weight: Any = Weight(jax.random.normal(keys[2], (depth, width), jnp.bfloat16) * 0.02)
+    if given.get("int4"):
+        weight, _ = int4_weight(0, depth, width, group=128, zeros=False)
     gain = jax.random.normal(keys[3], (width,), jnp.bfloat16)
     ops = replace(KERNEL, **{"rms_norm": "mosaic_gpu"} | given["ops"])
     bias = gain if given["bias"] else None
     next_norm = Norm(gain, 1e-5, (weight,)) if given["norm"] else None
-    with interpreted():
-        got = layers.add_projection(stream, x, weight, ops, bias=bias, next_norm=next_norm)
+    got = layers.add_projection(stream, x, weight, ops, bias=bias, next_norm=next_norm)
     assert found == ([(2, rows, width)] if takes else [])
     assert (got.normed is not None) == takes
     if got.normed is not None:
-        whole = layers.add_projection(stream, x, weight, REFERENCE_OPS).x
-        # The sum is rounded once more or less: an ulp of values up to 8.
-        np.testing.assert_allclose(
-            np.asarray(got.x, np.float32), np.asarray(whole, np.float32), atol=2.0**-5
-        )
-        alone = layers.normed_values(got.x, Norm(gain, 1e-5), REFERENCE_OPS)
-        np.testing.assert_array_equal(np.asarray(got.normed), np.asarray(alone))
+        check_sum_and_norm(got, stream, x, weight, gain)
+
+
+def check_sum_and_norm(
+    got: layers.ResidualStream, stream: jax.Array, x: jax.Array, weight: Weight, gain: jax.Array
+) -> None:
+    """Compare the sum with float64's, rounded once, and the norm with that of the sum."""
+    operands = (np.asarray(a, np.float64) for a in (x, weight.values, stream))
+    rows, matrix, residual = operands
+    np.testing.assert_allclose(
+        np.asarray(got.x, np.float64), residual + rows @ matrix, rtol=2.0**-8, atol=2.0**-12
+    )
+    alone = layers.normed_values(got.x, Norm(gain, 1e-5), REFERENCE_OPS)
+    np.testing.assert_allclose(
+        np.asarray(got.normed, np.float32), np.asarray(alone, np.float32), rtol=2.0**-7, atol=1e-6
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [65, 128, 256])
+def test_a_product_in_parts_is_float64s_on_the_gpu(rows: int) -> None:
+    keys = jax.random.split(jax.random.key(0), 4)
+    x = jax.random.normal(keys[0], (1, rows, 14336), jnp.bfloat16)
+    stream = jax.random.normal(keys[1], (1, rows, 4096), jnp.bfloat16)
+    weight = Weight(jax.random.normal(keys[2], (14336, 4096), jnp.bfloat16) * 0.02)
+    gain = jax.random.normal(keys[3], (4096,), jnp.bfloat16)
+    ops = replace(KERNEL, rms_norm="mosaic_gpu")
+    norm = Norm(gain, 1e-5)
+
+    @jax.jit
+    def project(stream: jax.Array, x: jax.Array, weight: Weight) -> layers.ResidualStream:
+        return layers.add_projection(stream, x, weight, ops, next_norm=norm)
+
+    got = project(stream, x, weight)
+    assert got.normed is not None
+    check_sum_and_norm(got, stream, x, weight, gain)
 
 
 def test_an_mlp_of_many_rows_is_the_reference_within_rounding() -> None:
