@@ -163,7 +163,7 @@ def test_the_engines_time_is_a_rounds_however_many_a_step_has(weights, monkeypat
     assert seconds[1] == 2 * seconds[2] > 0
 
 
-@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("batch", [slow(1), 3])
 def test_first_tokens_are_of_prompts_that_are_computed_whole(weights, monkeypatch, batch):
     """In one call of prefill or several, by a clock that ticks when it is asked."""
     case = replace(TINY, batch=batch, context=900, temperature=1.0)

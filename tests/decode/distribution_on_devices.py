@@ -3,7 +3,8 @@
     python -m tests.decode.distribution_on_devices CASE...
 
 Prints a line for each case: its trials, the number of positions that do not follow the target, and
-whether the first tokens do together. "mistakes" plays devices that make one.
+whether the first tokens do together. "own noise" and "swapped shards" play devices that make this
+mistake.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from jaxspec import drafts, models
 from jaxspec.config import RoundConfig
 from jaxspec.decode.round import decode_round
 from pallas_kernels.vocab_shards import VocabShards
-from tests.decode.test_distribution import K, V, biased_steps, joint_statistic, play
+from tests.decode.test_distribution import K, Trials, V, biased_steps, joint_statistic, play
 from tests.support import toys
 from tests.support.statistics import within_limit
 from tests.support.toys import ToyDraft, toy_config
@@ -65,8 +66,9 @@ def main() -> None:
         "block": (toy_config(V, K, "block"), "alike", 1.0, 4),
     }
     for name in sys.argv[1:]:
-        if name == "mistakes":
-            mistakes(toy_config(V, K))
+        if name in MISTAKES:
+            biased = biased_steps(MISTAKES[name](toy_config(V, K)), "independent", 1.0)
+            print(name, len(biased), flush=True)
             continue
         cfg, chain, temperature, rounds = cases[name]
         played = play(cfg, chain, temperature, rounds, program=on_two_devices(cfg))
@@ -75,14 +77,16 @@ def main() -> None:
         print(name, played.counts.shape[1], biased, within_limit(*statistic), flush=True)
 
 
-def mistakes(cfg: RoundConfig) -> None:
-    """Print how many positions are biased by a device's own noise, and by swapped pieces."""
+def with_own_noise(cfg: RoundConfig) -> Trials:
     ids = VocabShards.ids
     VocabShards.ids = own_noise  # type: ignore[method-assign]
     wrong = play(cfg, "independent", 1.0, 1, program=on_two_devices(cfg))
     VocabShards.ids = ids  # type: ignore[method-assign]
-    print("own noise", len(biased_steps(wrong, "independent", 1.0)), flush=True)
-    # Each device has the logits of the other one's tokens.
+    return wrong
+
+
+def with_swapped_shards(cfg: RoundConfig) -> Trials:
+    """Each device has the logits of the other one's tokens."""
     half = np.roll(np.arange(V), V // 2)
     swapped = on_two_devices(cfg)
 
@@ -90,8 +94,10 @@ def mistakes(cfg: RoundConfig) -> None:
         target = {"table": params["target"]["table"][:, half]}
         return swapped(params | {"target": target}, state, tables)
 
-    wrong = play(cfg, "independent", 1.0, 1, program=swap)
-    print("swapped shards", len(biased_steps(wrong, "independent", 1.0)), flush=True)
+    return play(cfg, "independent", 1.0, 1, program=swap)
+
+
+MISTAKES = {"own noise": with_own_noise, "swapped shards": with_swapped_shards}
 
 
 if __name__ == "__main__":

@@ -126,7 +126,7 @@ def test_modes_of_compilation_give_the_same_text(method: str) -> None:
             model.params,
             random_prompts((3, 5)),
             sampling_state([0] * 2),
-            max_tokens=(5, 6),
+            max_tokens=(3, 4),
             compilation=compilation,
         ).token_ids
         for compilation in ("round", "step", "eager")
@@ -184,8 +184,9 @@ def small_model(method: str, threshold: float = 0.0, **changes: Any) -> Model:
     ("method", "rule", "threshold", "changes", "batches"),
     [
         ("dflash", "block", 0.0, {}, 3),
-        ("dspark", "probabilistic", 0.0, {"markov_kind": "rnn"}, 3),
         ("dspark", "block", 0.3, {}, 3),
+        # tests/parity has this kind's logits, test_row_budget.py the rule.
+        slow("dspark", "probabilistic", 0.0, {"markov_kind": "rnn"}, 3),
         slow("dflash", "probabilistic", 0.0, {}, 12),
         slow("dspark", "probabilistic", 0.3, {"markov_kind": "gated"}, 12),
         slow("dspark", "block", 0.0, {"sample_from_anchor": False}, 12),

@@ -16,6 +16,7 @@ from jaxspec.config import RoundConfig
 from jaxspec.decode import programs
 from jaxspec.decode import round as decode
 from jaxspec.sampling.processors.penalties import PenaltiesState
+from tests.support.slow import slow_unless
 from tests.support.tiny import (
     METHODS,
     Model,
@@ -56,7 +57,7 @@ def lowered(cfg: RoundConfig, model: Model) -> tuple[Any, Any, tuple[np.ndarray,
     )
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", slow_unless(["eagle3"], METHODS))
 def test_the_round_is_one_program_with_donated_caches_and_no_host_callback(method: str) -> None:
     model = agreeing_model(method)
     cfg = model.round_config(K)
@@ -113,7 +114,7 @@ def cache_copies(text: str, caches: list[jax.Array]) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", slow_unless(["eagle"], METHODS))
 def test_no_cache_is_copied(method: str) -> None:
     """In the optimised program; without donation there is a copy of every cache, so the search can
     find them."""

@@ -125,7 +125,8 @@ def joint_statistic(
 @pytest.mark.parametrize(
     ("family", "method", "rule", "batches"),
     [
-        ("gpt_oss", "eagle", "probabilistic", 3),
+        # test_fallback.py has this pair, whose requests begin with the head.
+        slow("gpt_oss", "eagle", "probabilistic", 3),
         ("glm4_moe_lite", "mtp", "block", 3),
         slow("gpt_oss", "eagle", "probabilistic", 12),
         slow("glm4_moe_lite", "mtp", "probabilistic", 12),

@@ -13,9 +13,10 @@ import pytest
 from jaxspec import LLM, EngineConfig, SamplingParams, SpeculativeConfig
 from jaxspec.decode.programs import Program
 from jaxspec.layers import op_choice
-from jaxspec.models import llama
 from jaxspec.tools.benchmark.dimensions import MODELS
 from pallas_kernels import hopper
+from tests.engine.test_compilation_count import toy
+from tests.support import toys
 from tests.support.tiny import tiny_model
 
 pytestmark = pytest.mark.once
@@ -80,30 +81,34 @@ def test_every_program_is_traced_with_it(
     assert chosen_precision() is None
 
 
+@pytest.mark.usefixtures("toy_families")
 @pytest.mark.parametrize("compilation", ["round", "step", "eager"])
 def test_prefill_and_rounds_of_an_engine_run_with_it(
     compilation: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    llm = engine(compilation=compilation)
+    """Of toys, which run in seconds where nothing is compiled."""
+    spec = SpeculativeConfig(method="eagle", num_speculative_tokens=2)
+    llm = toy(speculative=spec, max_model_len=64, block_size=16, compilation=compilation)
     ops = llm.round_config(sampled=False, truncated=False).ops
     llm.runner.configs.override(ops=replace(ops, full_float32=True))
-    forward = llama.forward
+    family = toys.TARGET_FAMILIES["toy"]
+    forward = family.forward
     SEEN.clear()
 
     def seen(*args: Any, **options: Any) -> Any:
         SEEN.append(chosen_precision())
         return forward(*args, **options)
 
-    monkeypatch.setattr(llama, "forward", seen)
+    monkeypatch.setattr(family, "forward", seen)
     llm.generate([[1, 2, 3]], SamplingParams(0.0, max_tokens=3))
     assert set(SEEN) == {"highest"}
 
 
-def engine(**config: Any) -> LLM:
+def engine() -> LLM:
     model = tiny_model("eagle3")
     return LLM(
         (model.target, model.params["target"]),
         (model.draft, model.params["draft"]),
         SpeculativeConfig(method="eagle3", num_speculative_tokens=2),
-        config=EngineConfig(max_model_len=64, block_size=16, **config),
+        config=EngineConfig(max_model_len=64, block_size=16),
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.support.slow import slow
 from tests.support.tiny import agreeing_model, generate, random_prompts, sampling_state
 
 pytestmark = pytest.mark.once
@@ -14,7 +15,7 @@ LENGTHS, MAX_TOKENS, TEMPERATURES = (5, 9, 1), 20, (0.5, 0.7, 1.0)
 
 @pytest.mark.parametrize(
     ("method", "K", "draft_sampling"),
-    [("eagle3", 1, "probabilistic"), ("eagle", 3, "probabilistic"), ("eagle3", 4, "greedy")],
+    [slow("eagle3", 1, "probabilistic"), ("eagle", 3, "probabilistic"), ("eagle3", 4, "greedy")],
 )
 def test_sampled_text_equals_plain_text_with_the_same_seed(
     method: str, K: int, draft_sampling: str

@@ -212,7 +212,7 @@ WINDOWS = {1: None, 2: 3, 3: None, 4: 3, 5: None}
 @pytest.mark.parametrize(
     ("method", "K"),
     slow_unless(
-        [("eagle", 1), ("eagle", 4), ("eagle3", 2), ("eagle3", 5)],
+        [("eagle", 1), ("eagle", 4), ("eagle3", 2)],
         itertools.product(METHODS, range(1, 6)),
     ),
 )

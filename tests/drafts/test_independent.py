@@ -136,7 +136,8 @@ def small_model(width: int) -> Model:
 @pytest.mark.parametrize(
     ("rule", "width", "batches"),
     [
-        ("probabilistic", 5, 3),
+        # tests/decode/test_fallback.py has this rule over several rounds.
+        slow("probabilistic", 5, 3),
         ("block", 4, 3),
         slow("strict", 4, 12),
         slow("block", 5, 12),

@@ -219,7 +219,9 @@ def drafted_by(model: Model, spec: SpeculativeConfig) -> Model:
 
 @pytest.mark.once
 @pytest.mark.parametrize(
-    "name", slow_unless(["few rows and a fallback", "draft_model", "suffix"], METHODS)
+    # tests/parallel/test_quantized.py has drafts without a model.
+    "name",
+    slow_unless(["few rows and a fallback", "draft_model"], METHODS),
 )
 def test_requests_have_the_text_that_they_have_alone_whatever_drafts(
     name: str, model: Model, plain: list[list[int]]

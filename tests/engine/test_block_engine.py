@@ -44,10 +44,16 @@ def engine(model: Model, spec: dict[str, Any] | None, **config: Any) -> LLM:
         (
             "dspark",
             dict(windows=(None, 6), causal=(False, True), confidence_threshold=0.2),
+            dict(rejection_sample_method="block", max_num_verify_tokens=6),
+            1,
+        ),
+        slow(
+            "dspark",
+            dict(windows=(None, 6), causal=(False, True), confidence_threshold=0.2),
             dict(rejection_sample_method="block"),
             1,
         ),
-        (
+        slow(
             "dspark",
             dict(confidence_threshold=0.1),
             dict(rejection_sample_method="probabilistic", max_num_verify_tokens=6),

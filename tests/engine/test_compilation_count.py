@@ -39,16 +39,21 @@ def engine(model: Model, rule: str = "probabilistic", **changes: Any) -> LLM:
 
 @pytest.mark.usefixtures("toy_families")
 @pytest.mark.parametrize(
-    ("speculative", "per_step", "is_large"),
+    ("speculative", "per_step", "is_large", "names_kinds"),
     [
-        slow(True, 1, False),
-        pytest.param(True, 1, True, marks=pytest.mark.once),
-        (True, 3, False),
-        slow(False, 1, False),
+        slow(True, 1, False, False),
+        pytest.param(True, 1, True, True, marks=pytest.mark.once),
+        slow(True, 1, True, False),
+        (True, 3, False, False),
+        slow(False, 1, False, False),
     ],
 )
 def test_nothing_compiles_after_warm_up(
-    speculative: bool, per_step: int, is_large: bool, monkeypatch: pytest.MonkeyPatch
+    speculative: bool,
+    per_step: int,
+    is_large: bool,
+    names_kinds: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Other prompts, lengths, batch sizes, seeds, and mixtures of greedy, sampled and truncated
     requests. is_large: the rows decide whether a round is CUDA graphs."""
@@ -77,15 +82,15 @@ def test_nothing_compiles_after_warm_up(
             rounds_per_step=per_step,
         ),
     )
-    with counting_compilations() as compiled:
-        llm.warmup()
-    assert any("decode_rounds)" in name for name in compiled) == (per_step > 1)
-    assert any("decode_round_" in name for name in compiled) == (per_step == 1)
     kinds = [
         SamplingParams(0.0),
         SamplingParams(1.0, seed=1),
         SamplingParams(0.9, top_k=5, top_p=0.9, seed=2, stop_token_ids=(3,)),
     ]
+    with counting_compilations() as compiled:
+        llm.warmup(sampling_params=kinds if names_kinds else None)
+    assert any("decode_rounds)" in name for name in compiled) == (per_step > 1)
+    assert any("decode_round_" in name for name in compiled) == (per_step == 1)
     with counting_compilations() as compiled:
         for seed, lengths in enumerate(
             [

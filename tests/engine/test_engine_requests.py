@@ -137,7 +137,7 @@ def texts_alone(cold: LLM) -> Callable[[int], list[tuple[list[int], str | None]]
     return run
 
 
-@pytest.mark.parametrize("count", [100, slow(200)])
+@pytest.mark.parametrize("count", [60, slow(100), slow(200)])
 def test_each_of_many_random_requests_has_its_own_text_in_a_pool_far_too_small(
     llm: LLM, texts_alone: Callable[[int], list[tuple[list[int], str | None]]], count: int
 ) -> None:

@@ -19,7 +19,12 @@ LENGTHS = (18, 3, 7)  # more requests than slots; longer than a window and than 
 
 @pytest.mark.parametrize(
     ("family", "method"),
-    [("gpt_oss", "eagle"), ("glm4_moe_lite", "mtp"), slow("llama4_text", "eagle_llama4")],
+    [
+        ("gpt_oss", "eagle"),
+        # tests/llm/test_quantized_text.py has latent caches, test_engine_groups.py MTP drafts.
+        slow("glm4_moe_lite", "mtp"),
+        slow("llama4_text", "eagle_llama4"),
+    ],
 )
 def test_the_engine_gives_plain_decodings_text(family: str, method: str) -> None:
     model = family_model(family, method, window=6 if method == "eagle" else None)

@@ -14,17 +14,20 @@ import numpy as np
 import pytest
 
 from jaxspec import LLM, SamplingParams, SpeculativeConfig
-from jaxspec.engine import draft_choice
+from jaxspec.config import SamplingFeatures
+from jaxspec.engine import draft_choice, warmup_run
 from jaxspec.engine.background import side_by_side
 from jaxspec.engine.buckets import Buckets, Shapes
 from jaxspec.engine.draft_choice import DraftCost
 from jaxspec.engine.rehearsal import RoundRehearsal
-from jaxspec.engine.variants import PrefillShape
+from jaxspec.engine.round_configs import GREEDY as GREEDY_ROUNDS
+from jaxspec.engine.variants import CHANGED, PROCESSED, SAMPLED, SCORED, TRUNCATED, PrefillShape
 from jaxspec.engine.warmup_shapes import shapes_up_to
 from tests.engine.test_compilation_count import toy
 from tests.engine.test_engine_requests import all_free
 from tests.engine.test_features_while_running import LONG, NEW, add, engine, step_until
 from tests.support.compilations import COMPILED, counting_compilations
+from tests.support.slow import slow
 from tests.support.soak import soak
 from tests.support.tiny import VOCAB
 
@@ -45,6 +48,16 @@ RARE = [
 def small_engine() -> LLM:
     """Batches of 1 and 2: a prefill and a round of each."""
     return engine(batch_buckets=(1, 2), max_model_len=32)
+
+
+def few_levels(monkeypatch: pytest.MonkeyPatch, *levels: SamplingFeatures) -> None:
+    """Let warm-ups for any request compile these levels alone, which a test's requests need.
+
+    All levels take minutes; the tests of random and of rare requests have them.
+    """
+    of_prefill = dict.fromkeys(SAMPLED if each is GREEDY_ROUNDS else each for each in levels)
+    monkeypatch.setattr(warmup_run, "ROUND_LEVELS", levels)
+    monkeypatch.setattr(warmup_run, "PREFILL_LEVELS", tuple(of_prefill))
 
 
 @pytest.fixture
@@ -117,8 +130,11 @@ def prefill_sizes_of(llm: LLM) -> dict[int, int]:
     }
 
 
-def test_rare_features_prefill_in_the_next_larger_call_and_have_their_own_text() -> None:
+def test_rare_features_prefill_in_the_next_larger_call_and_have_their_own_text(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Calls have 1, 2, 4 and 5 tiles of 32 tokens; those of rare features 1 and 5."""
+    few_levels(monkeypatch, GREEDY_ROUNDS, CHANGED, SCORED, replace(PROCESSED, logprobs=True))
     kinds = [
         SamplingParams(0.0, max_tokens=6),
         SamplingParams(0.0, max_tokens=6, presence_penalty=1.0),
@@ -150,7 +166,10 @@ def test_rare_features_prefill_in_the_next_larger_call_and_have_their_own_text()
     assert not compiled
 
 
-def test_a_size_that_was_not_warmed_compiles_although_a_larger_call_is_compiled() -> None:
+def test_a_size_that_was_not_warmed_compiles_although_a_larger_call_is_compiled(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    few_levels(monkeypatch, GREEDY_ROUNDS)
     llm = engine(
         batch_buckets=(1,),
         max_num_seqs=1,
@@ -197,7 +216,15 @@ def batches_of_rounds(llm: LLM) -> list[int]:
     return found
 
 
-def test_a_rare_request_alone_runs_in_the_larger_batch_and_has_its_own_text() -> None:
+# In a cold engine each kind has programs of its own; tests/sampling compares many more kinds.
+@pytest.mark.parametrize(
+    "compared",
+    [(COMMON[2], RARE[0], RARE[4]), slow((*COMMON, *RARE))],
+    ids=["some texts", "all texts"],
+)
+def test_a_rare_request_alone_runs_in_the_larger_batch_and_has_its_own_text(
+    compared: tuple[SamplingParams, ...],
+) -> None:
     llm, cold = small_engine(), small_engine()
     llm.warmup()
     batches = batches_of_rounds(llm)
@@ -207,6 +234,8 @@ def test_a_rare_request_alone_runs_in_the_larger_batch_and_has_its_own_text() ->
         with counting_compilations() as compiled:
             [output] = llm.generate([1, 2], params)
         assert not compiled and set(batches) == {1 if kind in COMMON else 2}, kind
+        if kind not in compared:
+            continue
         [expected] = cold.generate([1, 2], params)
         assert output.token_ids == expected.token_ids, kind
         assert output.outputs[0].logprobs == expected.outputs[0].logprobs, kind
@@ -214,13 +243,22 @@ def test_a_rare_request_alone_runs_in_the_larger_batch_and_has_its_own_text() ->
 
 
 @pytest.mark.parametrize(
-    "settings",
-    [{"adaptive": True}, {"fallback_method": "ngram"}, {"draft_max_model_len": 24}],
+    ("settings", "count"),
+    [
+        ({"adaptive": True, "fallback_method": "ngram"}, 0),
+        ({"draft_max_model_len": 24}, 0),
+        slow({"adaptive": True}, 30),
+        slow({"fallback_method": "ngram"}, 30),
+        slow({"draft_max_model_len": 24}, 30),
+    ],
     ids=str,
 )
 def test_fewer_drafts_are_not_rare_where_all_rounds_may_limit_drafts(
-    settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    settings: dict[str, Any], count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """count: of random requests, which need all levels"""
+    if not count:
+        few_levels(monkeypatch, GREEDY_ROUNDS, CHANGED, SAMPLED, TRUNCATED)
     monkeypatch.setattr(draft_choice, "draft_cost", lambda *_: DraftCost(0.0, 0.1))
     spec = SpeculativeConfig(method="eagle", num_speculative_tokens=2, **settings)
     llm = toy(
@@ -239,12 +277,16 @@ def test_fewer_drafts_are_not_rare_where_all_rounds_may_limit_drafts(
             few = replace(kind, max_tokens=9, ignore_eos=True, num_speculative_tokens=1)
             llm.generate([1, 2], few)
             assert set(batches) == {batch}, kind
-        soak(llm, VOCAB, 30, seed=1)
+        if count:
+            soak(llm, VOCAB, count, seed=1)
     assert not compiled and all_free(llm)
 
 
-def test_a_batch_grows_for_a_rare_request_and_shrinks_when_that_ends() -> None:
+def test_a_batch_grows_for_a_rare_request_and_shrinks_when_that_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Two requests need a batch of two. Rare ones have batches of one and of four."""
+    few_levels(monkeypatch, GREEDY_ROUNDS, CHANGED)
     llm = engine(batch_buckets=(1, 2, 4), max_num_seqs=4)
     llm.warmup()
     batches = batches_of_rounds(llm)
@@ -267,7 +309,10 @@ def test_a_batch_grows_for_a_rare_request_and_shrinks_when_that_ends() -> None:
         assert request.token_ids == alone.token_ids
 
 
-def test_a_batch_that_was_not_warmed_compiles_although_a_larger_one_is_compiled() -> None:
+def test_a_batch_that_was_not_warmed_compiles_although_a_larger_one_is_compiled(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    few_levels(monkeypatch, GREEDY_ROUNDS, CHANGED)
     llm = engine(
         batch_buckets=(1, 2, 3, 4),
         max_num_seqs=4,
@@ -285,7 +330,8 @@ def test_a_batch_that_was_not_warmed_compiles_although_a_larger_one_is_compiled(
         assert any("decode_round" in name for name in compiled) == is_new
 
 
-def test_random_requests_compile_nothing_in_any_batch_after_a_full_warm_up() -> None:
+@pytest.mark.parametrize("count", [50, slow(150)])
+def test_random_requests_compile_nothing_in_any_batch_after_a_full_warm_up(count: int) -> None:
     """Few blocks: requests are preempted, and batches grow and shrink. K goes by how many generate:
     of two together one alone has drafts, while the other is prefilled."""
     speculative = SpeculativeConfig(
@@ -305,7 +351,7 @@ def test_random_requests_compile_nothing_in_any_batch_after_a_full_warm_up() -> 
     llm.warmup()
     batches = batches_of_rounds(llm)
     with counting_compilations() as compiled:
-        soak(llm, VOCAB, 150, seed=1)
+        soak(llm, VOCAB, count, seed=1)
         few = SamplingParams(0.0, max_tokens=20, num_speculative_tokens=1)
         llm.generate([[1, 2], [3] * 70], [few, COMMON[0]])
     assert not compiled and all_free(llm) and llm.scheduling.num_preemptions > 0
@@ -355,7 +401,8 @@ def test_a_line_says_how_many_programs_compile(
 
 
 @pytest.mark.parametrize("compilation", ["round", "step"])
-def test_each_program_is_reported(compilation: str) -> None:
+def test_each_program_is_reported(compilation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    few_levels(monkeypatch, GREEDY_ROUNDS, CHANGED)
     llm = engine(max_model_len=32, compilation=compilation)
     reports: list[tuple[int, int]] = []
     llm.runner.on_compiled = lambda *counts: reports.append(counts)

@@ -109,6 +109,11 @@ def sampling(settings: dict[str, str]) -> list[SamplingParams]:
     ]
 
 
+def all_sampled(params: Sequence[SamplingParams]) -> list[SamplingParams]:
+    """Return these with no greedy one, so that fewer programs compile."""
+    return [replace(each, temperature=each.temperature or 0.5) for each in params]
+
+
 def model_of(family: str, method: str, settings: dict[str, str]) -> Model:
     """Return a tiny target and a draft with layers."""
     if family == "agreeing":

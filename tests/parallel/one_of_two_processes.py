@@ -2,10 +2,10 @@
 
     python -m tests.parallel.one_of_two_processes RANK PORT CASE
 
-CASE: "tokens" (process 0 compares with an engine of its own), "more" (plain too, other features, a
-warm-up), "adaptive" (as many drafts as pay, some of them looked up, and rounds of few rows), or
-what a process does in the midst of a text: "stop0" (process 0 gets SIGSTOP), "die1" (process 1
-ends) and so on.
+CASE: "tokens" (process 0 compares with an engine of its own), "more" (greedy and plain too, other
+features, a warm-up), "adaptive" (as many drafts as pay, some of them looked up, and rounds of few
+rows), or what a process does in the midst of a text: "stop0" (process 0 gets SIGSTOP), "die1"
+(process 1 ends) and so on.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ os.environ |= {
 join_processes()
 jax.config.update("jax_default_matmul_precision", "highest")
 
-from tests.parallel.engines_on_devices import PROMPTS, sampling  # noqa: E402
+from tests.parallel.engines_on_devices import PROMPTS, all_sampled, sampling  # noqa: E402
 from tests.parallel.tiny_pair import make_llm  # noqa: E402
 from tests.support.tiny import tiny_model  # noqa: E402
 
 MODEL = tiny_model("eagle3", mapped=True)
-PARAMS = sampling({})
+PARAMS = all_sampled(sampling({})) if CASE == "tokens" else sampling({})
 LONG = SamplingParams(1.0, seed=1, max_tokens=50, ignore_eos=True)
 
 

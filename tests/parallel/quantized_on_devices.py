@@ -1,6 +1,13 @@
 """Load quantised checkpoints onto two devices: the pieces are those of the whole arrays, and
 speculative text is plain text but for ties. Keys in fp8 have a scale for each head. MXFP4 experts
-stay packed, whole or in pieces, and give the text of one device."""
+stay packed, whole or in pieces, and give the text of one device.
+
+    python -m tests.parallel.quantized_on_devices PART FOLDER...
+
+PART: "usual" has each form's pieces, and a text of each kind of product: of fp8 with speculation,
+of int4 and MXFP4 beside one device's. "rest" has the other texts, and fp8-block without experts,
+whose other products are that form's too.
+"""
 
 from __future__ import annotations
 
@@ -59,10 +66,8 @@ def check_packed(folder: Path) -> None:
         assert [o.token_ids for o in many.generate(PROMPTS, params)] == expected
 
 
-for folder in map(Path, sys.argv[1:]):
-    if folder.name == "mxfp4":
-        check_packed(folder)
-        continue
+def check_pieces(folder: Path) -> None:
+    """Compare the pieces that are read with those of whole arrays."""
     cfg, whole = load_target(folder, jnp.float32)
     experts = "experts" in folder.name
     for placement in PLACEMENTS if experts else PLACEMENTS[:1]:
@@ -83,9 +88,22 @@ for folder in map(Path, sys.argv[1:]):
             (scale,) = {layer["self_attn"]["k_scale"].shape for layer in read["layers"]}
             pieces = read["layers"][0]["self_attn"]["k_scale"].addressable_shards
             assert scale == (2,) and [piece.data.tolist() for piece in pieces] == [[0.25], [0.5]]
-    plain = texts(folder, 2)
-    drafted = texts(folder, 2, NGRAM)
-    assert [o.token_ids for o in drafted] == [o.token_ids for o in plain]
-    if "int4" in folder.name:  # activations are plain: one device has other last bits alone
-        assert [o.token_ids for o in texts(folder, 1)] == [o.token_ids for o in plain]
+
+
+part, *names = sys.argv[1:]
+usual = part == "usual"
+for folder in map(Path, names):
+    form = folder.name
+    if form == "mxfp4":
+        if usual:
+            check_packed(folder)
+        continue
+    if usual == (form != "fp8-block"):
+        check_pieces(folder)
+    if (form == "fp8") == usual:
+        plain, drafted = texts(folder, 2), texts(folder, 2, NGRAM)
+        assert [o.token_ids for o in drafted] == [o.token_ids for o in plain]
+    if usual and form == "int4":  # activations are plain: one device has other last bits alone
+        one, two = (texts(folder, size) for size in (1, 2))
+        assert [o.token_ids for o in one] == [o.token_ids for o in two]
 print("equal")

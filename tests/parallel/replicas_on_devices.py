@@ -17,14 +17,14 @@ import numpy as np
 
 from jaxspec import LLM, SamplingParams
 from jaxspec.engine.runner import ModelRunner
-from tests.parallel.engines_on_devices import PROMPTS, sampling
+from tests.parallel.engines_on_devices import PROMPTS, all_sampled, sampling
 from tests.parallel.tiny_pair import make_llm
 from tests.support.compilations import counting_compilations
 from tests.support.tiny import tiny_model
 
 SIZE = int(sys.argv[1])
 MODEL = tiny_model("eagle3", mapped=True)
-PARAMS = sampling({})
+PARAMS = sampling({}) if SIZE > 1 else all_sampled(sampling({}))
 Tokens = list[list[int]]
 
 

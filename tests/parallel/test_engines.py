@@ -9,16 +9,20 @@ from tests.support.slow import slow
 
 # (cases of tests.parallel.engines_on_devices that one process runs)
 PROCESSES = [
-    # A mapped vocabulary, fewer KV heads than devices, every sampling parameter; experts with
-    # biases, sinks and two cache groups; a verify pass of few rows, drafts that adapt, fall back
-    # and end early, and fp8 keys.
+    # A mapped vocabulary, fewer KV heads than devices, every sampling parameter, prefill in halves;
+    # a verify pass of few rows, drafts that adapt, fall back and end early, and fp8 keys.
+    # test_quantized.py has gpt-oss as the target.
+    (
+        "tiny eagle3 4 mapped everything halves",
+        "tiny dspark 4 words adaptive fallback=suffix verify=4 confidence=0.3 fp8",
+    ),
+    # Experts with biases, sinks and two cache groups.
+    ("llama draft_model:gpt_oss 2",),
     (
         "tiny eagle3 4 mapped everything",
         "gpt_oss eagle3 2",
         "tiny eagle3 2 halves everything",
-        "tiny dspark 4 words adaptive fallback=suffix verify=4 confidence=0.3 fp8",
     ),
-    ("llama draft_model:gpt_oss 2",),
     ("gpt_oss draft_model 2,4 again", "glm4_moe_lite draft_model 2 rule=block everything"),
     ("llama draft_model:qwen3_moe 2 replicated rounds=2", "llama draft_model:llama4_text 2 expert"),
     ("gpt_oss eagle3 2,4 expert", "gpt_oss eagle 2 everything", "gpt_oss none 2"),

@@ -15,6 +15,7 @@ from jaxspec.layers.params import is_spec
 from jaxspec.loading.conversion import convert_checkpoint
 from tests.support import quantized
 from tests.support.devices import run_on_devices
+from tests.support.slow import slow
 
 pytestmark = pytest.mark.once
 
@@ -51,7 +52,8 @@ def mxfp4_checkpoint(folder: Path) -> Path:
     return folder
 
 
-def test_two_devices_hold_pieces_of_codes_and_decode_alike(tmp_path: Path) -> None:
+@pytest.mark.parametrize("part", ["usual", slow("rest")])
+def test_two_devices_hold_pieces_of_codes_and_decode_alike(part: str, tmp_path: Path) -> None:
     plain = quantized.plain_checkpoint(tmp_path / "plain", SHARED)
     folders = [
         convert_checkpoint(plain, tmp_path / form, form)  # type: ignore[arg-type]
@@ -61,5 +63,5 @@ def test_two_devices_hold_pieces_of_codes_and_decode_alike(tmp_path: Path) -> No
     folders.append(convert_checkpoint(experts, tmp_path / "experts", "fp8-block"))
     folders.append(mxfp4_checkpoint(tmp_path / "mxfp4"))
     quantized.with_kv_scales(folders[0], "attn_head", [[[0.25]], [[0.5]]])
-    printed = run_on_devices(2, "tests.parallel.quantized_on_devices", *map(str, folders))
+    printed = run_on_devices(2, "tests.parallel.quantized_on_devices", part, *map(str, folders))
     assert printed.splitlines()[-1] == "equal"

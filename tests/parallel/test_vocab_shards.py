@@ -1,11 +1,12 @@
 """Sampling on pieces of the vocabulary gives what whole rows give, on 2 and 4 devices of one CPU.
 
-One process runs all cases.
+One process runs the usual cases, another one the rest.
 """
 
 from __future__ import annotations
 
 import json
+from functools import cache
 
 import jax
 import pytest
@@ -27,23 +28,26 @@ def printed_by(devices: int, module: str, *arguments: str) -> list[str]:
     return printed.splitlines()
 
 
-@pytest.fixture(scope="module")
-def printed() -> list[str]:
-    return printed_by(4, "vocab_shards_on_devices")
+@cache
+def compared(part: str) -> list[str]:
+    return printed_by(4, "vocab_shards_on_devices", part)
 
 
 @pytest.mark.once
-def test_pieces_give_the_tokens_of_whole_rows(printed: list[str]) -> None:
+@pytest.mark.parametrize(("part", "count"), [("usual", 6), slow("rest", 7)])
+def test_pieces_give_the_tokens_of_whole_rows(part: str, count: int) -> None:
+    printed = compared(part)
     assert printed[:2] == ["processors", "rejection_sample"]
     rules = [line.split()[0] for line in printed[2:-1]]
-    assert sorted(set(rules)) == ["block", "probabilistic", "strict", "synthetic"]
-    assert len(rules) == 13
+    assert {"block", "probabilistic", "strict"} <= set(rules)
+    assert ("synthetic" in rules) == (part == "usual")
+    assert len(rules) == count
 
 
 @pytest.mark.once
-def test_a_round_makes_few_exchanges(printed: list[str]) -> None:
+def test_a_round_makes_few_exchanges() -> None:
     """Three draft steps, then the target's; each exchange costs a GPU microseconds."""
-    assert json.loads(printed[-1]) == {
+    assert json.loads(compared("usual")[-1]) == {
         "greedy": 3 + 1,
         "strict": 3 + 1,
         "probabilistic": 3 + 2,

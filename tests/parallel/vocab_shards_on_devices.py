@@ -1,5 +1,9 @@
 """Sample, verify and score on pieces of the vocabulary, and compare with whole rows.
 
+    python -m tests.parallel.vocab_shards_on_devices PART
+
+PART: "usual" has each rule and each other kind of case on four devices, "rest" the other rounds,
+and processors and the op on two devices.
 Prints a line for each case. Tokens and counts have to be equal, scores equal to 1e-5, and every
 device has to have the same bits of each result.
 """
@@ -8,6 +12,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -61,7 +66,7 @@ def run(count: int, function: Callable[..., Any], specs: Specs, *arguments: Any)
 
 
 def compare(
-    function: Callable[..., Any], specs: Specs, *arguments: Any, counts: Sequence[int] = (2, 4)
+    function: Callable[..., Any], specs: Specs, *arguments: Any, counts: Sequence[int]
 ) -> Any:
     """Compare these numbers of devices with one, and return one device's results."""
     whole = run(1, function, specs, *arguments)
@@ -98,27 +103,30 @@ def maps(seed: int = 8) -> tuple[np.ndarray, np.ndarray]:
 # ---- rounds of the toy models, whose logits are rows of a table
 
 
-def configs() -> Iterator[RoundConfig]:
+def configs(part: str) -> Iterator[RoundConfig]:
     """Each rule, greedy and sampled, each vocabulary of a draft, each kind of scores."""
     every = frozenset(p.name for p in PROCESSORS)
     plain = partial(toy_config, V, 0, draft=None, draft_groups=())
     mapped = ToyDraft(V, own_vocab_size=DRAFT_V)
     rates = (0.7,) * K
-    for cfg, features in (
+    usual = (
         (plain(), SamplingFeatures(sampled=False, prompt_logprobs=True)),
-        (plain(), SamplingFeatures(processors=every, logprobs=True)),
-        (toy_config(V, K), SamplingFeatures(sampled=False, logprobs=True)),
-        (toy_config(V, K, draft=mapped), SamplingFeatures(sampled=False, processors=every)),
-        (toy_config(V, K, "strict", draft=mapped), SamplingFeatures(processors=every)),
         (toy_config(V, K, "strict", "greedy"), SamplingFeatures(all_logprobs=True, logprobs=True)),
         (toy_config(V, K, draft=mapped), SamplingFeatures(logprobs=True, prompt_logprobs=True)),
+        (toy_config(V, K, "block", draft=mapped), SamplingFeatures(processors=every)),
+        (toy_config(V, K, draft=mapped), SamplingFeatures(sampled=False, processors=every)),
+        (toy_config(V, K, "synthetic", acceptance_rates=rates), SamplingFeatures()),
+    )
+    rest = (
+        (plain(), SamplingFeatures(processors=every, logprobs=True)),
+        (toy_config(V, K), SamplingFeatures(sampled=False, logprobs=True)),
+        (toy_config(V, K, "strict", draft=mapped), SamplingFeatures(processors=every)),
         (toy_config(V, K), SamplingFeatures(processors=every)),
         (toy_config(V, K, draft_sampling="greedy"), SamplingFeatures()),
         (toy_config(V, K, acceptance_rates=rates), SamplingFeatures()),
-        (toy_config(V, K, "block", draft=mapped), SamplingFeatures(processors=every)),
         (toy_config(V, K, "block"), SamplingFeatures()),
-        (toy_config(V, K, "synthetic", acceptance_rates=rates), SamplingFeatures()),
-    ):
+    )
+    for cfg, features in usual if part == "usual" else rest:
         yield cfg.with_features(features)
 
 
@@ -272,7 +280,7 @@ def processed(shards: VocabShards, states: Any, logits: jax.Array, drafts: jax.A
     }
 
 
-def check_processors() -> None:
+def check_processors(counts: Sequence[int]) -> None:
     rng = np.random.default_rng(3)
     logits = table(6)[rng.integers(0, V, (len(REQUESTS), K + 1))]
     choice = rng.choice([5, 5, 30, 7, 8, 12, 33], (len(REQUESTS), K)).astype(np.int32)
@@ -287,7 +295,12 @@ def check_processors() -> None:
             is_leaf=lambda x: isinstance(x, tuple),
         )
     found = compare(
-        processed, (specs, PartitionSpec(None, None, AXIS), SAME), states, logits, choice
+        processed,
+        (specs, PartitionSpec(None, None, AXIS), SAME),
+        states,
+        logits,
+        choice,
+        counts=counts,
     )
     for name, rows in found.items():
         plain = (
@@ -303,17 +316,19 @@ def main() -> None:
         models.FAMILIES[name] = family  # type: ignore[assignment]
     for name, family in toys.DRAFT_FAMILIES.items():
         drafts.FAMILIES[name] = family  # type: ignore[assignment]
-    check_processors()
+    (part,) = sys.argv[1:]
+    sizes = (4,) if part == "usual" else (2,)
+    check_processors(sizes)
     print("processors")
     cases = {
         f"{rule}, {q}": op_inputs(rule, q)
         for rule, q in itertools.product(RULES, ("same", "mapped", "one-hot"))
     }
     inputs, specs = ({name: case[i] for name, case in cases.items()} for i in (1, 0))
-    for tokens, count in compare(judged, (specs,), inputs).values():
+    for tokens, count in compare(judged, (specs,), inputs, counts=sizes).values():
         assert len(set(count.tolist())) == K + 2 and len(set(tokens.ravel().tolist())) > V // 2
     print("rejection_sample")
-    for cfg in configs():
+    for cfg in configs(part):
         specs, arguments = rounds_arguments(cfg)
         first, later = compare(partial(rounds, cfg), specs, *arguments, counts=(4,))
         assert first.overflowed.tolist() == [i == 1 for i in range(len(first.overflowed))]

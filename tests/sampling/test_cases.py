@@ -16,6 +16,7 @@ from jaxspec.drafts.autoregressive import Proposal
 from jaxspec.sampling.params import SamplingParams
 from jaxspec.sampling.processors.processor import SampledRequest, Vocabulary
 from jaxspec.sampling.rows import StateLayout, features_of, sampling_rows
+from tests.support.slow import slow
 from tests.support.toys import toy_config
 
 judged = jax.jit(verify_rows, static_argnums=0)
@@ -72,7 +73,7 @@ def verified(
     return np.asarray(verification.num_sampled), np.asarray(verification.output_tokens)
 
 
-@pytest.mark.parametrize("K", [1, 3, 5])
+@pytest.mark.parametrize("K", [1, slow(3), 5])
 def test_seeded_requests_get_the_same_tokens_20_times_beside_others_in_batches_of_1_4_and_8(
     K: int,
 ) -> None:

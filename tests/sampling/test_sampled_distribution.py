@@ -125,7 +125,8 @@ def statistic(params: SamplingParams, tokens: np.ndarray) -> tuple[float, int]:
 @pytest.mark.parametrize(
     ("rule", "draft_sampling", "request_"),
     [
-        ("strict", "probabilistic", "everything"),
+        # test_speculation_equals_plain.py has this rule's texts.
+        slow("strict", "probabilistic", "everything"),
         slow("probabilistic", "probabilistic", "everything"),
         ("probabilistic", "greedy", "penalties"),
         ("block", "probabilistic", "everything"),

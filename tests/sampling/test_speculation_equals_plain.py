@@ -16,6 +16,7 @@ import pytest
 from jaxspec.sampling.params import SamplingParams, end_token_ids
 from jaxspec.sampling.processors.processor import SampledRequest, Vocabulary
 from jaxspec.sampling.rows import StateLayout, features_of, sampling_rows
+from tests.support.slow import slow
 from tests.support.tiny import Run, generate
 from tests.support.toys import ToyDraft, toy_config
 
@@ -136,7 +137,7 @@ def plain_run(cache: dict[float, Run], temperature: float) -> Run:
         (3, "probabilistic", 0.0),
         (4, "strict", 0.0),
         (5, "strict", 0.9),
-        (3, "strict", 0.9),
+        slow(3, "strict", 0.9),
     ],
 )
 def test_speculation_gives_the_text_of_plain_decoding_with_every_parameter(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import time
 from typing import Any, NamedTuple
 
@@ -56,6 +57,7 @@ from jaxspec.training.loop import (
 from jaxspec.training.objective import TrainingPair, shared_weights
 from jaxspec.training.target import target_states
 from jaxspec.training.trained import trained_specs
+from tests.support.slow import slow_unless
 from tests.training.conftest import DRAFT_ATTENTION, DRAFT_VOCAB, VOCAB, Pair
 
 TOLERANCE = 2e-5  # float32: another order of the same sums
@@ -317,8 +319,13 @@ def test_anchors_are_tokens_of_answers_that_another_token_follows() -> None:
     assert (few[0] == few[1]).all() and not (few[0] == few[2]).all()
 
 
-@pytest.mark.parametrize("argmax_weight", [0.0, 0.25])
-@pytest.mark.parametrize("name", ["vanilla", "whole", "dflash"])
+@pytest.mark.parametrize(
+    ("name", "argmax_weight"),
+    slow_unless(
+        [("vanilla", 0.25), ("whole", 0.0), ("dflash", 0.25)],
+        itertools.product(["vanilla", "whole", "dflash"], [0.0, 0.25]),
+    ),
+)
 def test_loss_equals_its_definition_block_by_block(
     pair: Pair, name: str, argmax_weight: float
 ) -> None:
