@@ -496,8 +496,7 @@ def _run(
             inputs, norm=rows.norm, largest=rows.largest, implementation=implementation
         )
         return ResidualStream(unpadded(out), largest=found)
-    num_parts = _num_parts(inputs, operands, ops)
-    if following.norm is not None and num_parts > 1:
+    if following.norm is not None and (num_parts := _num_parts(inputs, operands, ops)) > 1:
         total, normed = _multiply_in_parts(inputs, num_parts, following.norm, ops)
         return ResidualStream(unpadded(total), normed=unpadded(normed))
     made = operands.multiply(inputs, rows, implementation)

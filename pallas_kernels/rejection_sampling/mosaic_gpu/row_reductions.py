@@ -136,10 +136,10 @@ def load_sums(
     best_ref: Ref, sum_ref: Ref, first_row: jax.Array, rows: int
 ) -> list[tuple[jax.Array, jax.Array]]:
     """Load the pieces' results of several rows, before a reduction waits for the first of them."""
-    found = []
-    for row in range(rows):
-        found.append((load_lanes(best_ref, first_row + row), load_lanes(sum_ref, first_row + row)))
-    return found
+    return [
+        (load_lanes(best_ref, first_row + i), load_lanes(sum_ref, first_row + i))
+        for i in range(rows)
+    ]
 
 
 def combine_sum(
